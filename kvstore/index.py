@@ -1,0 +1,122 @@
+"""Which slot holds which block: one dictionary a (namespace, shard), and how blocks hang together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvstore.block import HASH_BYTES, BlockRows, Residency, Shard, SlotArray
+from kvstore.evict.base import Occupancy
+from kvstore.extents import SlotClass
+from kvstore.table import hash_words
+
+NO_PARENT = -1
+
+
+@dataclass(slots=True, eq=False)
+class Space:
+    """The blocks of one namespace and shard in one pool.
+
+    ``awaiting`` lists, by the parent's hash, resident blocks whose parent is not resident.
+    """
+
+    number: int
+    namespace: bytes
+    namespace_id: int
+    shard: Shard
+    payload_bytes: int
+    slot_class: SlotClass
+    ready: dict[bytes, int] = field(default_factory=dict)
+    staged: dict[bytes, int] = field(default_factory=dict)
+    awaiting: dict[bytes, list[int]] = field(default_factory=dict)
+
+    def residency(self, block_hash: bytes) -> Residency:
+        if block_hash in self.ready:
+            return Residency.READY
+        return Residency.PENDING if block_hash in self.staged else Residency.MISS
+
+
+def split_hashes(packed: bytes, start: int = 0, stop: int | None = None) -> list[bytes]:
+    """Packed hashes [start, stop) as dictionary keys."""
+    end = len(packed) if stop is None else stop * HASH_BYTES
+    return [packed[at : at + HASH_BYTES] for at in range(start * HASH_BYTES, end, HASH_BYTES)]
+
+
+def link(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) -> None:
+    """Make blocks findable, and count each as a child of its parent."""
+    keys = split_hashes(rows.hashes)
+    numbers = slots.tolist()
+    space.ready.update(zip(keys, numbers, strict=True))
+    follows = np.zeros(len(numbers), dtype=np.bool_)
+    follows[1:] = (hash_words(rows.parents)[1:] == hash_words(rows.hashes)[:-1]).all(axis=1)
+    followers = np.flatnonzero(follows)
+    occupancy.parent[slots[followers]] = slots[followers - 1]
+    occupancy.children[slots[followers - 1]] += 1
+    for head in np.flatnonzero(~follows).tolist():
+        if rows.indexes[head] == 0:
+            occupancy.parent[numbers[head]] = NO_PARENT
+            continue
+        _adopt(space, occupancy, bytes(rows.parent_at(head)), numbers[head])
+    if space.awaiting:
+        for key, number in zip(keys, numbers, strict=True):
+            for child in space.awaiting.pop(key, ()):
+                occupancy.parent[child] = number
+                occupancy.children[number] += 1
+
+
+def unlink(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) -> None:
+    """Forget leaves. Blocks with resident children are orphaned first (see ``orphan``)."""
+    for key in split_hashes(rows.hashes):
+        del space.ready[key]
+    parents = occupancy.parent[slots]
+    np.subtract.at(occupancy.children, parents[parents != NO_PARENT], 1)
+    occupancy.parent[slots] = NO_PARENT
+    if space.awaiting:
+        numbers = slots.tolist()
+        for block in np.flatnonzero((parents == NO_PARENT) & (rows.indexes > 0)).tolist():
+            _stop_waiting(space, bytes(rows.parent_at(block)), numbers[block])
+
+
+def orphan(occupancy: Occupancy, leaving: SlotArray) -> SlotArray:
+    """Blocks that stay while their parent leaves: cut loose, returned for ``await_parent``."""
+    going = np.zeros(len(occupancy.parent) + 1, dtype=np.bool_)
+    going[leaving] = True
+    lost = np.flatnonzero(going[occupancy.parent] & ~going[:-1])
+    occupancy.children[leaving] = 0
+    kept_parent = occupancy.parent[leaving]
+    inner = leaving[going[kept_parent]]
+    occupancy.parent[inner] = NO_PARENT
+    occupancy.parent[lost] = NO_PARENT
+    return lost
+
+
+def await_parent(space: Space, rows: BlockRows, slots: SlotArray) -> None:
+    """Remember orphans, so that a parent that comes back finds them."""
+    for block, slot in enumerate(slots.tolist()):
+        space.awaiting.setdefault(bytes(rows.parent_at(block)), []).append(slot)
+
+
+def _adopt(space: Space, occupancy: Occupancy, parent: bytes, slot: int) -> None:
+    parent_slot = space.ready.get(parent, NO_PARENT)
+    occupancy.parent[slot] = parent_slot
+    if parent_slot == NO_PARENT:
+        space.awaiting.setdefault(parent, []).append(slot)
+    else:
+        occupancy.children[parent_slot] += 1
+
+
+def _stop_waiting(space: Space, parent: bytes, slot: int) -> None:
+    waiting = space.awaiting.get(parent)
+    if waiting is None:
+        return
+    waiting.remove(slot)
+    if not waiting:
+        del space.awaiting[parent]
+
+
+def unstage(space: Space, keys: list[bytes], slots: SlotArray) -> None:
+    """Give up the names of staged slots, where they are still theirs."""
+    for key, slot in zip(keys, slots.tolist(), strict=True):
+        if space.staged.get(key) == slot:
+            del space.staged[key]

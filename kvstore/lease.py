@@ -1,0 +1,133 @@
+"""Leases: pins with an owner, an id and a deadline."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvstore.block import Chain, MissCause, Shard, SlotArray, TierName
+from kvstore.errors import LeaseError
+from kvstore.evict.base import NO_HINTS, Hints
+
+
+class Segment(NamedTuple):
+    """Blocks ``start`` … of a chain, in one tier; ``source`` is the tier that they came from."""
+
+    tier: TierName
+    start: int
+    slots: SlotArray
+    source: TierName
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.slots)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one request was promised: the leading ``blocks`` blocks, readable until ``deadline``.
+
+    ``segments`` tell, by shard, where the promised blocks are, in chain order and without gaps.
+    ``held`` is all that is pinned, which may be more. ``pending`` counts promotions that may yet
+    make the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many
+    blocks redis was asked for, ``asked_at`` where the run ended when it was last asked.
+    """
+
+    id: int
+    owner: str
+    request_id: str
+    chain: Chain
+    shards: tuple[Shard, ...]
+    deadline: float
+    hints: Hints = NO_HINTS
+    blocks: int = 0
+    pending: int = 0
+    cause: MissCause | None = None
+    over: bool = False
+    asked_redis: int = 0
+    asked_at: int = 0
+    segments: dict[Shard, list[Segment]] = field(default_factory=dict)
+    held: list[tuple[TierName, SlotArray]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the promised run."""
+        return self.blocks * self.chain.root.block_size
+
+    def hit_blocks(self, used: int) -> dict[TierName, int]:
+        """The first ``used`` blocks by the tier that they came from (of the first shard)."""
+        hits: dict[TierName, int] = {}
+        for segment in self.segments.get(self.shards[0], ()):
+            count = min(segment.stop, used) - segment.start
+            if count > 0:
+                hits[segment.source] = hits.get(segment.source, 0) + count
+        return hits
+
+
+class LeaseTable:
+    """All leases that are not over, by id, by request and by deadline. Reads no clock."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Lease] = {}
+        self._by_request: dict[tuple[str, str], Lease] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._by_id.values())
+
+    def open(
+        self,
+        request: tuple[str, str],
+        chain: Chain,
+        shards: tuple[Shard, ...],
+        deadline: float,
+        hints: Hints,
+    ) -> Lease:
+        """A new, empty lease for ``request`` = (owner, request id)."""
+        owner, request_id = request
+        lease = Lease(self._next_id, owner, request_id, chain, shards, deadline, hints)
+        self._next_id += 1
+        self._by_id[lease.id] = lease
+        self._by_request[request] = lease
+        heapq.heappush(self._deadlines, (deadline, lease.id))
+        return lease
+
+    def by_request(self, owner: str, request_id: str) -> Lease | None:
+        return self._by_request.get((owner, request_id))
+
+    def get(self, lease_id: int, owner: str) -> Lease:
+        """The live lease with this id; LeaseError when it is over or somebody else's."""
+        lease = self._by_id.get(lease_id)
+        if lease is None or lease.owner != owner:
+            raise LeaseError(
+                f"lease {lease_id} is not held by {owner!r}; it may have run out: acquire again"
+            )
+        return lease
+
+    def renew(self, lease: Lease, deadline: float) -> None:
+        """Move a live lease's deadline out."""
+        assert not lease.over
+        lease.deadline = deadline
+        heapq.heappush(self._deadlines, (deadline, lease.id))
+
+    def close(self, lease: Lease) -> None:
+        """Forget a lease; what it holds is the caller's to unpin."""
+        lease.over = True
+        del self._by_id[lease.id]
+        del self._by_request[lease.owner, lease.request_id]
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Live leases whose deadline has passed."""
+        late: list[Lease] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease_id = heapq.heappop(self._deadlines)
+            lease = self._by_id.get(lease_id)
+            if lease is not None and lease.deadline <= now and lease not in late:
+                late.append(lease)
+        return late

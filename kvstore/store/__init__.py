@@ -1,0 +1,8 @@
+"""The store over tiers: what a process embeds, and what the sidecar serves."""
+
+from kvstore.store.options import StoreOptions
+from kvstore.store.parts import Tiers
+from kvstore.store.tiered import Lookup, TieredStore
+from kvstore.store.write import BlockStatus, Write
+
+__all__ = ["BlockStatus", "Lookup", "StoreOptions", "TieredStore", "Tiers", "Write"]

@@ -1,0 +1,151 @@
+"""Leases over tiers: match and pin in one step, renew, settle once."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+
+from kvstore.block import Chain, MissCause, Shard, SlotArray, TierName
+from kvstore.errors import LeaseError
+from kvstore.events import RequestSettled
+from kvstore.evict.base import Hints
+from kvstore.lease import Lease, LeaseTable, Segment
+from kvstore.store.local import LocalRun, credit, cut, local_run
+from kvstore.store.parts import Parts
+from kvstore.tiers.memory import MemoryTier
+
+
+class Holding:
+    """Every lease of one store, and the pins that belong to them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._clock = parts.clock
+        self._tier: dict[TierName, MemoryTier] = {tier.name: tier for tier in parts.tiers.memory}
+        self.leases = LeaseTable()
+
+    def open(
+        self, request: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], hints: Hints
+    ) -> Lease:
+        """A lease on the chain's leading local run; LeaseError if the request has another chain."""
+        known = self.leases.by_request(*request)
+        if known is not None:
+            if known.chain.hashes != chain.hashes or known.chain.namespace != chain.namespace:
+                raise LeaseError(
+                    f"request {request[1]!r} already holds lease {known.id} on another prompt; "
+                    "release it, or use another request id"
+                )
+            return known
+        deadline = self._clock() + self._parts.options.lease_seconds
+        lease = self.leases.open(request, chain, shards, deadline, hints)
+        self.extend(lease)
+        return lease
+
+    def extend(self, lease: Lease, fetched: Container[int] = ()) -> None:
+        """Pin what is resident past the lease's end; ``fetched`` host slots came from redis."""
+        if lease.over or lease.blocks == len(lease.chain):
+            return
+        memory, chain = self._parts.tiers.memory, lease.chain
+        runs = {
+            shard: local_run(memory, chain.rows(shard, lease.blocks)) for shard in lease.shards
+        }
+        # Ranks must not disagree: the promise is the minimum over shards.
+        blocks = lease.blocks + min(run.blocks for run in runs.values())
+        lease.cause = _shortest(runs).cause
+        if blocks == lease.blocks:
+            return
+        for shard, run in runs.items():
+            segments = cut(run.segments, blocks)
+            if fetched:
+                segments = credit(segments, fetched)
+            lease.segments.setdefault(shard, []).extend(segments)
+            for segment in segments:
+                self.pin(lease, segment.tier, segment.slots)
+        lease.blocks = blocks
+        self._touch(lease)
+
+    def pin(self, lease: Lease, tier: TierName, slots: SlotArray) -> None:
+        """Hold slots for a lease until it ends."""
+        self._tier[tier].pool.pin(slots, lease.deadline)
+        lease.held.append((tier, slots))
+
+    def replace(self, lease: Lease, shard: Shard, segments: list[Segment]) -> None:
+        """Give a shard's run new places, pinned already; what the lease held before is unpinned."""
+        kept = {id(segment.slots) for segment in segments}
+        lease.segments[shard] = segments
+        still = []
+        for tier, slots in lease.held:
+            if id(slots) in kept:
+                still.append((tier, slots))
+            else:
+                self._tier[tier].pool.unpin(slots)
+        lease.held = still
+
+    def renew(self, lease: Lease) -> None:
+        """Move the deadline out. A lease that ran out is taken again, perhaps shorter."""
+        if lease.over:
+            raise LeaseError(f"lease {lease.id} is over; acquire again")
+        deadline = self._clock() + self._parts.options.lease_seconds
+        self.leases.renew(lease, deadline)
+        for tier, slots in lease.held:
+            self._tier[tier].pool.extend_lease(slots, deadline)
+
+    def release(self, lease: Lease, used_blocks: int | None = None) -> None:
+        """Unpin and count the request, once. Idempotent.
+
+        ``used_blocks`` is how much of the run the reader found valid and used (None: all of it).
+        """
+        if lease.over:
+            return
+        for tier, slots in lease.held:
+            self._tier[tier].pool.unpin(slots)
+        self.leases.close(lease)
+        used = lease.blocks if used_blocks is None else min(used_blocks, lease.blocks)
+        self._parts.bus.emit(self._settled(lease, used))
+
+    def expire(self) -> None:
+        """End leases whose deadline has passed."""
+        for lease in self.leases.overdue(self._clock()):
+            self.release(lease)
+
+    def pins(self, tier: TierName) -> SlotArray:
+        """All slots that leases hold in a tier, one entry a pin."""
+        held = [slots for lease in self.leases for name, slots in lease.held if name is tier]
+        return np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
+
+    def _touch(self, lease: Lease) -> None:
+        now = self._clock()
+        for segments in lease.segments.values():
+            for name, tier in self._tier.items():
+                own = [segment.slots for segment in segments if segment.tier is name]
+                if own:
+                    slots = own[0] if len(own) == 1 else np.concatenate(own)
+                    tier.pool.touch(slots, len(slots), now, lease.hints)
+
+    def _settled(self, lease: Lease, used: int) -> RequestSettled:
+        size, chain = lease.chain.root.block_size, lease.chain
+        hits = {tier: blocks * size for tier, blocks in lease.hit_blocks(used).items()}
+        misses: dict[MissCause, int] = {}
+        if used < lease.blocks:
+            misses[MissCause.STALE] = (lease.blocks - used) * size
+        if lease.blocks < len(chain):
+            cause = lease.cause or MissCause.UNKNOWN
+            misses[cause] = misses.get(cause, 0) + (len(chain) - lease.blocks) * size
+        tail = chain.prompt_tokens - len(chain) * size
+        if tail:
+            misses[MissCause.TAIL] = tail
+        asked: dict[TierName, int] = {}
+        left = len(chain) * size
+        for tier in self._parts.tiers.memory:
+            asked[tier.name] = left
+            left -= hits.get(tier.name, 0)
+        if lease.asked_redis:
+            asked[TierName.REDIS] = lease.asked_redis * size
+        return RequestSettled(
+            self._clock(), chain.namespace, chain.prompt_tokens, hits, misses, asked
+        )
+
+
+def _shortest(runs: dict[Shard, LocalRun]) -> LocalRun:
+    return min(runs.values(), key=lambda run: run.blocks)

@@ -1,0 +1,25 @@
+"""The store's own limits and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """Times are seconds, sizes bytes."""
+
+    lease_seconds: float = 30.0
+    """A lease that nobody renews ends after this."""
+    write_seconds: float = 30.0
+    """A write that is neither committed nor aborted by then loses its slots to quarantine."""
+    probe_seconds: float = 0.05
+    """What redis may take to say which blocks exist."""
+    flight_seconds: float = 5.0
+    """What redis may take for one batch of a promotion or a demotion."""
+    batch_bytes: int = 16 << 20
+    """Payload bytes of one batch."""
+    queue_bytes: int = 256 << 20
+    """Payload bytes waiting for a lower tier; what exceeds it is dropped, tails first."""
+    threads: int = 2
+    """Threads for redis, one a connection."""

@@ -1,0 +1,51 @@
+"""What the pieces of one store share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstore.block import TierName
+from kvstore.events import BlocksRemoved, EventBus
+from kvstore.store.mailbox import Mailbox
+from kvstore.store.options import StoreOptions
+from kvstore.tiers.base import Tier
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.null import NullTier
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of a store. Without a device, the host is the fastest; redis may be absent."""
+
+    host: HostTier
+    device: MemoryTier | None = None
+    redis: Tier = field(default_factory=lambda: NullTier(TierName.REDIS))
+
+    @property
+    def memory(self) -> tuple[MemoryTier, ...]:
+        """Tiers in this process's reach, fastest first."""
+        return (self.host,) if self.device is None else (self.device, self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Tiers, times, threads and listeners, handed to each piece of the store."""
+
+    tiers: Tiers
+    options: StoreOptions
+    clock: Callable[[], float]
+    mailbox: Mailbox
+    bus: EventBus
+
+    def report_removed(self) -> None:
+        """Turn what the pools have given up into events; called after whatever may evict."""
+        for tier in self.tiers.memory:
+            if tier.pool.removed:
+                now = self.clock()
+                for space, hashes, cause in tier.pool.removed:
+                    self.bus.emit(
+                        BlocksRemoved(now, tier.name, space.namespace, space.shard, hashes, cause)
+                    )
+                tier.pool.removed.clear()

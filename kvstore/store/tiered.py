@@ -1,0 +1,266 @@
+"""The store: match and pin in one step, write in two, promote and demote. Policy, no bytes.
+
+Synchronous, with one owner and no locks: whoever calls it, calls it from one thread. Work that
+blocks runs on threads and comes back through ``pump``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstore.block import WHOLE, Chain, MissCause, Shard, SlotArray, TierName
+from kvstore.errors import NamespaceError
+from kvstore.events import EventBus, Listener, TokensProbed
+from kvstore.evict.base import NO_HINTS, Hints
+from kvstore.integrity import check_pool
+from kvstore.lease import Lease
+from kvstore.pool import PoolUsage
+from kvstore.spec import NamespaceSpec
+from kvstore.store.demotion import Demotions
+from kvstore.store.flights import Flights
+from kvstore.store.holding import Holding
+from kvstore.store.local import local_run
+from kvstore.store.mailbox import Mailbox
+from kvstore.store.options import StoreOptions
+from kvstore.store.parts import Parts, Tiers
+from kvstore.store.promotion import promote
+from kvstore.store.write import Write
+from kvstore.store.writes import Writes
+from kvstore.tiers.base import TierStatus
+from kvstore.tiers.null import NullTier
+
+_DEFAULTS = StoreOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Answer of a probe, in tokens.
+
+    ``matched`` is the leading run in any tier, ``verified`` the part of it whose tokens were
+    compared. ``served`` splits the run by fastest tier; ``alone`` is each tier's own leading run.
+    """
+
+    matched: int
+    verified: int
+    served: dict[TierName, int]
+    alone: dict[TierName, int]
+
+
+class TieredStore:
+    """Blocks in memory tiers that it owns and a remote tier that it asks."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        clock: Callable[[], float],
+        options: StoreOptions = _DEFAULTS,
+        listeners: tuple[Listener, ...] = (),
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """``wake`` is called from other threads when ``pump`` has something to do."""
+        mailbox = Mailbox(options.threads, wake)
+        self._parts = Parts(tiers, options, clock, mailbox, EventBus(listeners))
+        self._clock = clock
+        self._specs: dict[bytes, NamespaceSpec] = {}
+        self._holding = Holding(self._parts)
+        self._flights = Flights(self._parts, self._holding.extend, self._landed)
+        self._demotions = Demotions(self._parts)
+        self._writes = Writes(self._parts, self._demotions)
+
+    def register(self, spec: NamespaceSpec, shards: tuple[Shard, ...] = (WHOLE,)) -> None:
+        """Make a namespace known, with the size of its blocks on each shard."""
+        self._specs[spec.root.digest] = spec
+        self._parts.tiers.host.describe(spec)
+        for shard in shards:
+            for tier in self._parts.tiers.memory:
+                size = spec.payload_bytes_on(shard)
+                tier.pool.open_space(spec.root.digest, shard, size, spec.block_size)
+
+    def lookup(self, chain: Chain, shard: Shard = WHOLE, *, ask_redis: bool = True) -> Lookup:
+        """Where a prompt's blocks are. Changes nothing, counts no hit.
+
+        Redis is asked on the caller's thread, for at most ``probe_seconds``; its part of the run
+        is unverified.
+        """
+        self._require(chain)
+        rows, size = chain.rows(shard), chain.root.block_size
+        run = local_run(self._parts.tiers.memory, rows)
+        served: dict[TierName, int] = {}
+        for segment in run.segments:
+            served[segment.tier] = served.get(segment.tier, 0) + len(segment.slots) * size
+        alone = {
+            tier.name: len(tier.pool.match(rows).slots) * size for tier in self._parts.tiers.memory
+        }
+        matched = run.blocks
+        if ask_redis and not isinstance(self._parts.tiers.redis, NullTier):
+            deadline = self._clock() + self._parts.options.probe_seconds
+            in_redis = self._parts.tiers.redis.match(rows, deadline)
+            alone[TierName.REDIS] = in_redis * size
+            if in_redis > matched:
+                served[TierName.REDIS] = (in_redis - matched) * size
+                matched = in_redis
+        self._parts.bus.emit(TokensProbed(self._clock(), chain.namespace, chain.prompt_tokens))
+        verified = run.blocks * size if chain.tokens is not None else 0
+        return Lookup(matched * size, verified, served, alone)
+
+    def acquire(
+        self,
+        request_id: str,
+        chain: Chain,
+        shards: tuple[Shard, ...] = (WHOLE,),
+        *,
+        owner: str = "",
+        hints: Hints = NO_HINTS,
+    ) -> Lease:
+        """Pin the leading run that is resident, and begin to promote what follows it from redis.
+
+        Idempotent: the same request gets the same lease, with its progress. ``wait`` for the part
+        that is ``pending``. The lease ends by ``release``, or when nobody renews it.
+        """
+        self._require(chain)
+        known = len(self._holding.leases)
+        lease = self._holding.open((owner, request_id), chain, shards, hints)
+        if len(self._holding.leases) > known and lease.blocks < len(chain):
+            self._ask_redis(lease)
+        return lease
+
+    def wait(self, lease: Lease, seconds: float) -> None:
+        """Work until nothing is pending for the lease, for at most ``seconds``."""
+        deadline = self._clock() + seconds
+        while lease.pending and (left := deadline - self._clock()) > 0:
+            self.pump(left)
+
+    def promote(self, lease: Lease, shard: Shard = WHOLE) -> int:
+        """Copy the promised blocks to the fastest tier; the blocks of the run that are there now.
+
+        When that tier is full of leases the run is cut to what fits.
+        """
+        blocks = promote(self._parts, self._holding, lease, shard)
+        self._parts.report_removed()
+        return blocks
+
+    def renew(self, lease: Lease) -> None:
+        """Keep a lease for another ``lease_seconds``; LeaseError when it is over."""
+        self._holding.renew(lease)
+
+    def release(self, lease: Lease, used_blocks: int | None = None) -> None:
+        """End a lease and count its request. Idempotent."""
+        self._holding.release(lease, used_blocks)
+
+    def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0) -> Write:
+        """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier."""
+        self._require(chain)
+        write = self._writes.begin(chain, shard, first_block)
+        self._parts.report_removed()
+        return write
+
+    def reserve(self, namespace: bytes, count: int, shard: Shard = WHOLE) -> SlotArray:
+        """Up to ``count`` unnamed slots in the fastest tier, for a model to compute into.
+
+        They stay the caller's until they are published or given back; there is no deadline, since
+        the caller is the store's own thread.
+        """
+        slots = self._writes.reserve(namespace, shard, count)
+        self._parts.report_removed()
+        return slots
+
+    def publish(
+        self, lease: Lease, first_block: int, slots: SlotArray, shard: Shard = WHOLE
+    ) -> SlotArray:
+        """Make computed blocks readable as blocks ``first_block`` … of the lease's chain.
+
+        The lease holds what became visible. Returned are the slots that did not, because somebody
+        else had those blocks already: they stay the caller's.
+        """
+        rows = lease.chain.rows(shard, first_block, first_block + len(slots))
+        fresh = self._writes.publish(rows, slots, self._device_run(lease, shard, first_block))
+        if len(fresh):
+            self._holding.pin(lease, self._parts.tiers.memory[0].name, fresh)
+        return slots[~np.isin(slots, fresh)]
+
+    def unreserve(self, slots: SlotArray) -> None:
+        """Give reserved slots back unpublished."""
+        self._parts.tiers.memory[0].pool.abort(slots)
+
+    def pump(self, timeout: float = 0.0) -> None:
+        """Collect what threads have done, waiting up to ``timeout`` for it, and give them more."""
+        self._demotions.step()
+        self._parts.mailbox.collect(timeout)
+        self._demotions.step()
+        self._parts.report_removed()
+
+    def tick(self) -> None:
+        """End what is overdue: leases, and the writes of writers that went silent."""
+        self._holding.expire()
+        self._writes.expire()
+
+    def drain(self, seconds: float) -> bool:
+        """Work until lower tiers have all that was queued for them; False when time ran out."""
+        deadline = self._clock() + seconds
+        self.pump()
+        while not self._demotions.idle and (left := deadline - self._clock()) > 0:
+            self.pump(left)
+        return self._demotions.idle
+
+    def usage(self) -> dict[TierName, PoolUsage]:
+        return {tier.name: tier.pool.usage() for tier in self._parts.tiers.memory}
+
+    def status(self) -> dict[TierName, TierStatus]:
+        tiers = (*self._parts.tiers.memory, self._parts.tiers.redis)
+        return {tier.name: tier.status() for tier in tiers}
+
+    @property
+    def leases(self) -> int:
+        """Leases that are not over."""
+        return len(self._holding.leases)
+
+    def check(self) -> None:
+        """AssertionError when the books of a pool do not balance. For tests and when idle."""
+        quiet = self._demotions.idle and not len(self._flights)
+        for tier in self._parts.tiers.memory:
+            check_pool(tier.pool, self._holding.pins(tier.name) if quiet else None)
+
+    def close(self) -> None:
+        """Let running transfers end and close every tier. What is queued is lost."""
+        self._parts.mailbox.close()
+        for tier in (*self._parts.tiers.memory, self._parts.tiers.redis):
+            tier.close()
+
+    def _require(self, chain: Chain) -> None:
+        spec = self._specs.get(chain.namespace)
+        if spec is None:
+            raise NamespaceError(
+                f"namespace {chain.namespace.hex()} is not registered; register its spec first"
+            )
+        if spec.block_size != chain.root.block_size:
+            raise NamespaceError(
+                f"the request has block size {chain.root.block_size}, its namespace has "
+                f"{spec.block_size}; hash with the namespace's own root"
+            )
+
+    def _ask_redis(self, lease: Lease) -> None:
+        if isinstance(self._parts.tiers.redis, NullTier):
+            return
+        lease.asked_redis = max(lease.asked_redis, len(lease.chain) - lease.blocks)
+        lease.asked_at = lease.blocks
+        for shard in lease.shards:
+            self._flights.join(lease, shard)
+
+    def _landed(self, lease: Lease, ended_at: int, cause: MissCause | None) -> None:
+        """A flight that the lease waited for is over; it ended at block ``ended_at``."""
+        if lease.over or lease.pending or lease.blocks == len(lease.chain):
+            return
+        if lease.blocks > lease.asked_at and (cause is None or lease.blocks != ended_at):
+            # It was another prompt's flight, and it went as far as both agree.
+            self._ask_redis(lease)
+        elif lease.cause is not MissCause.COLLISION and cause is not None:
+            lease.cause = cause
+
+    def _device_run(self, lease: Lease, shard: Shard, stop: int) -> SlotArray:
+        pool = self._parts.tiers.memory[0].pool
+        ahead = pool.match(lease.chain.rows(shard, 0, stop)).slots
+        return ahead if len(ahead) == stop else ahead[:0]

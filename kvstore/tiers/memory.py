@@ -1,0 +1,138 @@
+"""What the tiers that hold blocks in memory share: a pool for the metadata, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.block import BlockRows, MissCause, Residency, SlotArray, TierName
+from kvstore.events import RemovalCause
+from kvstore.pool import BlockPool
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
+
+Offsets = NDArray[np.int64]
+
+
+class CopyEngine(Protocol):
+    """Moves bytes between a tier's own memory and host-visible memory, both by byte offset."""
+
+    def copy_out(self, offset: int, target: Payload) -> None:
+        """Fill ``target`` from the tier's bytes at ``offset``."""
+
+    def copy_in(self, offset: int, source: Payload) -> None:
+        """Write ``source`` to the tier's bytes at ``offset``."""
+
+
+def payload_checksum(payload: Payload) -> int:
+    """xxh3_64 of a payload, as kept in tables and in Redis values."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def copy_runs(ours: Offsets, theirs: Offsets, size: int) -> Iterator[tuple[int, int, int]]:
+    """(our offset, their offset, bytes) of the fewest copies: neighbours on both sides are one."""
+    if not len(ours):
+        return
+    apart = (np.diff(ours) != size) | (np.diff(theirs) != size)
+    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    stops = np.concatenate((starts[1:], [len(ours)]))
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        yield int(ours[start]), int(theirs[start]), (stop - start) * size
+
+
+class MemoryTier:
+    """A tier whose pool and bytes are in this process's reach. One owner, no locks."""
+
+    def __init__(
+        self, name: TierName, pool: BlockPool, copies: CopyEngine, clock: Callable[[], float]
+    ) -> None:
+        self.pool = pool
+        self._name = name
+        self._copies = copies
+        self._clock = clock
+
+    @property
+    def name(self) -> TierName:
+        return self._name
+
+    def match(self, rows: BlockRows, deadline: float) -> int:
+        del deadline
+        return len(self.pool.match(rows).slots)
+
+    def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
+        del deadline
+        result = LoadResult()
+        for block, target in enumerate(destinations):
+            cause, checksum = self._load_one(rows.slice(block, block + 1), target)
+            result.causes.append(cause)
+            result.checksums.append(checksum)
+        return result
+
+    def save(
+        self,
+        rows: BlockRows,
+        payloads: Sequence[Payload],
+        checksums: Sequence[int],
+        deadline: float,
+    ) -> list[SaveOutcome]:
+        del deadline
+        outcomes: list[SaveOutcome] = []
+        for block, payload in enumerate(payloads):
+            outcomes.append(self._save_one(rows.slice(block, block + 1), payload, checksums[block]))
+        return outcomes
+
+    def discard(self, rows: BlockRows, deadline: float) -> int:
+        del deadline
+        found = [self.pool.match(rows.slice(block, block + 1)).slots for block in range(len(rows))]
+        return sum(self.pool.discard(slots, RemovalCause.CLEARED) for slots in found if len(slots))
+
+    def status(self) -> TierStatus:
+        return TierStatus(healthy=True)
+
+    def read_slot(self, slot: int, target: Payload) -> None:
+        """Copy the payload in a slot out."""
+        self._copies.copy_out(int(self.pool.extents.offsets(np.array([slot]))[0]), target)
+
+    def write_slot(self, slot: int, source: Payload) -> None:
+        """Copy a payload into a staged slot."""
+        self._copies.copy_in(int(self.pool.extents.offsets(np.array([slot]))[0]), source)
+
+    def read_slots(self, slots: SlotArray, size: int, memory: Payload, offsets: Offsets) -> None:
+        """Copy ``size`` bytes of each slot to ``memory`` at ``offsets``, in as few copies as fit."""
+        for ours, theirs, length in copy_runs(self.pool.extents.offsets(slots), offsets, size):
+            self._copies.copy_out(ours, memory[theirs : theirs + length])
+
+    def write_slots(self, slots: SlotArray, size: int, memory: Payload, offsets: Offsets) -> None:
+        """Copy ``size`` bytes from ``memory`` at ``offsets`` into each staged slot."""
+        for ours, theirs, length in copy_runs(self.pool.extents.offsets(slots), offsets, size):
+            self._copies.copy_in(ours, memory[theirs : theirs + length])
+
+    def _load_one(self, row: BlockRows, target: Payload) -> tuple[MissCause | None, int]:
+        match = self.pool.match(row)
+        if not len(match.slots):
+            return match.cause or MissCause.UNKNOWN, 0
+        slot = int(match.slots[0])
+        self.read_slot(slot, target)
+        checksum = payload_checksum(target)
+        extent = self.pool.extents.containing(slot)
+        stored = int(extent.table.checksum[slot - extent.base])
+        if stored and stored != checksum:
+            self.pool.discard(match.slots, RemovalCause.CORRUPT)
+            return MissCause.CORRUPT, 0
+        return None, checksum
+
+    def _save_one(self, row: BlockRows, payload: Payload, checksum: int) -> SaveOutcome:
+        if row.tokens is None:
+            return SaveOutcome.REFUSED
+        space = self.pool.open_space(row.namespace, row.shard, payload.nbytes, row.tokens.shape[1])
+        if space.residency(bytes(row.hash_at(0))) is not Residency.MISS:
+            return SaveOutcome.PRESENT
+        slots = self.pool.stage(space, 1, row)
+        if not len(slots):
+            return SaveOutcome.FULL
+        self.write_slot(int(slots[0]), payload)
+        self.pool.commit(slots, row, [checksum], ahead=slots[:0], time=self._clock())
+        return SaveOutcome.STORED

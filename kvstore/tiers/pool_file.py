@@ -1,0 +1,211 @@
+"""The pool file: shared memory that describes itself.
+
+Layout, all integers little-endian:
+
+    0      header    magic, version, extent bytes, extents, epoch, namespaces, checksum
+    4096   extents   one record of 64 bytes each: how the extent is laid out now
+    …      names     a msgpack map a namespace, length-prefixed, in order of their numbers
+    …      extents   aligned to 2 MiB; each starts with its table (kvstore/table.py)
+
+The server writes all of it but payloads; clients map it, read tables and copy payloads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.errors import PoolError
+from kvstore.extents import Extent
+from kvstore.spec import NamespaceSpec
+
+MAGIC = b"PKVPOOL\0"
+VERSION = 1
+HEADER = struct.Struct("<8sHHIQIIQ")
+RECORD = struct.Struct("<QQQII")
+RECORD_BYTES = 64
+HEADER_BYTES = 4096
+NAMES_BYTES = 1 << 20
+EXTENT_ALIGNMENT = 2 << 20
+_LENGTH = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
+_MADV_POPULATE_WRITE = 23
+
+
+class PoolFile:
+    """One pool on tmpfs, locked against a second server. Implements ``extents.Memory``.
+
+    Raises PoolError where the file is in use, or where the file system or the machine is too
+    small for it; nothing is left behind then.
+    """
+
+    inline_tables = True
+
+    def __init__(self, path: Path, pool_bytes: int, extent_bytes: int, epoch: int) -> None:
+        self.path = path
+        self.extent_bytes = extent_bytes
+        self.extents = pool_bytes // extent_bytes
+        self.epoch = epoch
+        self._names: dict[bytes, int] = {}
+        self._names_end = 0
+        _check_size(path, pool_bytes)
+        self._records_at = HEADER_BYTES
+        self._names_at = HEADER_BYTES + self.extents * RECORD_BYTES
+        head = self._names_at + NAMES_BYTES
+        self._data_at = -(-head // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
+        self._file = _open_locked(path)
+        size = self._data_at + self.extents * extent_bytes
+        try:
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, size)
+            os.posix_fallocate(self._file, 0, self._data_at)
+        except OSError as error:
+            os.close(self._file)
+            path.unlink()
+            raise PoolError(
+                f"cannot reserve {self._data_at} bytes for pool file {path}: {error.strerror}; "
+                "free memory on that file system or choose another pool_path"
+            ) from error
+        self._map = mmap.mmap(self._file, size)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+        """The whole file. Slot offsets count from ``data``."""
+        self.data = self.bytes[self._data_at :]
+        self._write_header()
+
+    def reserve(self, extent: int) -> bool:
+        """Allocate and map an extent's pages now: a sparse tmpfs that fills up kills by SIGBUS."""
+        start = self._data_at + extent * self.extent_bytes
+        try:
+            os.posix_fallocate(self._file, start, self.extent_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                return False
+            raise
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, start, self.extent_bytes)
+        except OSError as error:
+            # Kernels before 5.14 do not know it: pages are then mapped at first touch.
+            if error.errno != errno.EINVAL:
+                raise
+        return True
+
+    def table_buffer(self, extent: int, size: int) -> NDArray[np.uint8]:
+        start = extent * self.extent_bytes
+        return self.data[start : start + size]
+
+    def assigned(self, extent: Extent) -> None:
+        record = RECORD.pack(
+            extent.generation,
+            extent.slot_class.slot_bytes,
+            extent.data_offset,
+            extent.slot_class.block_size,
+            extent.rows,
+        )
+        record += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(record))
+        self._put(self._records_at + extent.number * RECORD_BYTES, record)
+
+    def namespace_id(self, namespace: bytes) -> int:
+        return self._describe(namespace, {"namespace": namespace})
+
+    def describe(self, spec: NamespaceSpec) -> int:
+        """Write a namespace's public fields into the file; its number.
+
+        The tenant's salt is part of the digest and stays out of the file.
+        """
+        fields = {
+            "namespace": spec.root.digest,
+            "model": spec.namespace.model,
+            "weights_id": spec.namespace.weights_id,
+            "kv_dtype": spec.namespace.kv_dtype,
+            "layout": spec.namespace.layout,
+            "block_size": spec.block_size,
+            "kv_shape": [*dataclasses.astuple(spec.namespace.kv_shape)],
+            "algorithm": spec.namespace.algorithm,
+            "adapter": spec.namespace.adapter,
+            "payload_bytes": spec.payload_bytes,
+        }
+        return self._describe(spec.root.digest, fields)
+
+    def close(self) -> None:
+        """Unlock and unmap; the file stays for the next server. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            # Numpy views keep the mapping alive until the last of them is gone.
+            self.bytes = self.data = np.zeros(0, dtype=np.uint8)
+
+    def _describe(self, namespace: bytes, fields: dict[str, object]) -> int:
+        known = self._names.get(namespace)
+        if known is not None:
+            return known
+        packed = msgpack.packb(fields)
+        entry = _LENGTH.pack(len(packed)) + packed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
+        if self._names_end + len(entry) > NAMES_BYTES:
+            raise PoolError(
+                f"pool file {self.path} describes {len(self._names)} namespaces and has room for no "
+                "more; restart with a new pool file"
+            )
+        self._put(self._names_at + self._names_end, entry)
+        self._names_end += len(entry)
+        self._names[namespace] = len(self._names) + 1
+        self._write_header()
+        return self._names[namespace]
+
+    def _write_header(self) -> None:
+        header = HEADER.pack(
+            MAGIC, VERSION, 0, self.extents, self.extent_bytes, len(self._names), 0, self.epoch
+        )
+        self._put(0, header + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(header)))
+
+    def _put(self, offset: int, data: bytes) -> None:
+        self.bytes[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+
+def _check_size(path: Path, pool_bytes: int) -> None:
+    parent = path.parent
+    if not parent.is_dir():
+        raise PoolError(f"pool_path {path} is in {parent}, which is no directory; make it first")
+    system = os.statvfs(parent)
+    old = path.stat().st_blocks * 512 if path.exists() else 0
+    free = system.f_bavail * system.f_frsize + old
+    if pool_bytes > free:
+        raise PoolError(
+            f"pool_bytes is {pool_bytes}, but {parent} has {free} bytes free; lower pool_bytes to at "
+            f"most {free}, or enlarge {parent} (in Kubernetes: sizeLimit of the emptyDir volume; in "
+            "Docker: --shm-size)"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pool_bytes > memory:
+        raise PoolError(
+            f"pool_bytes is {pool_bytes}, but this machine has {memory} bytes of memory; lower "
+            "pool_bytes"
+        )
+
+
+def _open_locked(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PoolError(
+            f"cannot open pool file {path}: {error.strerror}; choose a pool_path that this user may "
+            "write"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise PoolError(
+            f"pool file {path} is in use by another server; stop it, or give this one another "
+            "pool_path"
+        ) from error
+    return descriptor

@@ -1,0 +1,287 @@
+"""One Redis server: its connections, and whether it is worth asking."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+from kvstore.tiers.base import TierStatus
+from kvstore.tiers.breaker import Breaker
+from kvstore.tiers.redis_commands import memory_policy
+from kvstore.tiers.redis_connection import ServerRefusedError, WiredConnection
+from kvstore.tiers.redis_wire import Clock, StreamError, Wire
+
+logger = logging.getLogger(__name__)
+
+_COUNTED_CODES = frozenset(
+    (
+        "ASK CLUSTERDOWN CROSSSLOT ERR LOADING MASTERDOWN MISCONF MOVED NOAUTH NOPERM NOREPLICAS OOM "
+        "READONLY TRYAGAIN WRONGTYPE"
+    ).split()
+)
+"""Error replies that are counted under their own name: the kinds of error are a label of a metric."""
+
+
+class Lane(Enum):
+    """What a connection is for: look-ups have their own, so as not to queue behind payloads."""
+
+    PROBE = "probe"
+    BULK = "bulk"
+
+
+class NodeDownError(ConnectionError):
+    """The server was not asked: it is given up for now, or the tier is closed."""
+
+
+class BusyError(TimeoutError):
+    """No connection came free in time. Says nothing about the server."""
+
+
+class ConnectError(ConnectionError):
+    """A connection that this call waited for could not be made."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.kind = _error_kind(cause)
+
+
+class _Slots:
+    """The connections of one lane: at most ``limit`` of them idle, busy or being made."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.idle: list[WiredConnection] = []
+        self.busy = 0
+        self.connecting = 0
+        self.failures = 0
+        self.last_failure = OSError()
+
+
+class Node:
+    """Lends out connections to one server, and gives it up while it does not answer. Thread-safe.
+
+    Connections are made on threads of their own: however long that takes, a borrower waits no
+    longer than its deadline, and finds them made when it comes again.
+    """
+
+    def __init__(
+        self,
+        new_connection: Callable[[], WiredConnection],
+        *,
+        bulk_connections: int,
+        connect_timeout_seconds: float,
+        clock: Clock,
+    ) -> None:
+        self._new_connection = new_connection
+        self._connect_timeout = connect_timeout_seconds
+        self._clock = clock
+        self._place = new_connection().place
+        self._lanes = {Lane.PROBE: _Slots(1), Lane.BULK: _Slots(bulk_connections)}
+        self._breaker = Breaker()
+        self._errors: Counter[str] = Counter()
+        self._last_error = ""
+        self._policy_known = False
+        self._closed = False
+        # Guards what is above; notified when somebody who waits in _take may have to look again.
+        self._changed = threading.Condition()
+
+    @property
+    def breaker_open(self) -> bool:
+        return self._breaker.opened_at is not None
+
+    def errors(self) -> Counter[str]:
+        """What went wrong since the start, by kind: failed exchanges, and error replies by their code."""
+        with self._changed:
+            return self._errors.copy()
+
+    def status(self) -> TierStatus:
+        with self._changed:
+            if self._closed:
+                return TierStatus(healthy=False, reason=f"redis {self._place}: closed")
+            if self._breaker.opened_at is None:
+                return TierStatus(healthy=True)
+            seconds = self._clock() - self._breaker.opened_at
+            reason = f"redis {self._place} has not answered for {seconds:.1f} s: {self._last_error}"
+            return TierStatus(healthy=False, reason=reason)
+
+    @contextmanager
+    def borrow(self, lane: Lane, deadline: float) -> Iterator[Wire]:
+        """A wire in step with the server, for one exchange that ends by ``deadline``.
+
+        Raises NodeDownError at once while the server is given up, else what went wrong with the
+        connection, as an OSError. An exception in the exchange closes the connection.
+        """
+        slots = self._lanes[lane]
+        is_probe = self._admit(deadline)
+        connection: WiredConnection | None = None
+        intact = False
+        try:
+            connection = self._take(slots, deadline, is_probe=is_probe)
+            connection.wire.begin(deadline)
+            yield connection.wire
+            intact = True
+            self._succeeded()
+        except OSError as error:
+            self._failed(error, connection, is_probe=is_probe)
+            raise
+        finally:
+            self._give_back(slots, connection, intact=intact, is_probe=is_probe)
+
+    def close(self) -> None:
+        """Refuse everybody from now on; connections that are lent out are closed as they come back."""
+        with self._changed:
+            self._closed = True
+            for slots in self._lanes.values():
+                while slots.idle:
+                    slots.idle.pop().shut()
+            self._changed.notify_all()
+
+    def _admit(self, deadline: float) -> bool:
+        """Whether this call is the breaker's probe."""
+        with self._changed:
+            now = self._clock()
+            if now >= deadline:
+                raise BusyError("the deadline had passed before the server was asked")
+            if self._closed or not self._breaker.admits(now):
+                raise NodeDownError(f"redis {self._place} is given up for now: {self._last_error}")
+            return self._breaker.begin()
+
+    def _take(self, slots: _Slots, deadline: float, *, is_probe: bool) -> WiredConnection:
+        with self._changed:
+            failures = slots.failures
+            while True:
+                if self._closed or (self._breaker.opened_at is not None and not is_probe):
+                    raise NodeDownError(f"redis {self._place} was given up meanwhile: {self._last_error}")
+                while slots.idle:
+                    connection = slots.idle.pop()
+                    if connection.wire.is_fit():
+                        slots.busy += 1
+                        return connection
+                    connection.shut()
+                if slots.failures != failures:
+                    raise ConnectError(slots.last_failure)
+                if slots.busy + slots.connecting < slots.limit:
+                    self._start_connecting(slots)
+                left = deadline - self._clock()
+                if left <= 0:
+                    raise TimeoutError("no connection in time") if slots.connecting else BusyError("all busy")
+                self._changed.wait(left)
+
+    def _give_back(
+        self, slots: _Slots, connection: WiredConnection | None, *, intact: bool, is_probe: bool
+    ) -> None:
+        with self._changed:
+            if not intact:
+                self._breaker.abandon(probe=is_probe)
+            if connection is not None:
+                slots.busy -= 1
+                self._count_replies(connection.wire.error_codes)
+                if intact and not self._closed:
+                    slots.idle.append(connection)
+                else:
+                    connection.shut()
+            self._changed.notify_all()
+
+    def _start_connecting(self, slots: _Slots) -> None:
+        slots.connecting += 1
+        threading.Thread(
+            target=self._connect_into, args=(slots,), name=f"connect {self._place}", daemon=True
+        ).start()
+
+    def _connect_into(self, slots: _Slots) -> None:
+        connection = self._new_connection()
+        made = False
+        try:
+            wire = connection.open(self._clock() + self._connect_timeout)
+            self._check_policy(wire)
+            made = True
+        except OSError as error:
+            with self._changed:
+                slots.failures += 1
+                slots.last_failure = error
+        finally:
+            with self._changed:
+                slots.connecting -= 1
+                if made and not self._closed:
+                    slots.idle.append(connection)
+                else:
+                    connection.shut()
+                self._changed.notify_all()
+        if made:
+            self._succeeded()
+
+    def _succeeded(self) -> None:
+        with self._changed:
+            recovered = self._breaker.succeed()
+        if recovered:
+            logger.info("redis %s answers again", self._place)
+
+    def _failed(self, error: OSError, connection: WiredConnection | None, *, is_probe: bool) -> None:
+        kind = _error_kind(error)
+        if kind is None:
+            return
+        if isinstance(error, TimeoutError) and connection is not None and connection.wire.replies:
+            # It answers, only not all of this in time: no reason to give it up.
+            with self._changed:
+                self._errors[kind] += 1
+            self._succeeded()
+            return
+        with self._changed:
+            self._errors[kind] += 1
+            self._last_error = str(error)
+            began = self._breaker.fail(self._clock(), probe=is_probe)
+            if began:
+                self._changed.notify_all()
+        if began:
+            logger.warning(
+                "redis %s does not answer (%s): its blocks are misses and nothing is stored until it does; "
+                "check that it runs and that redis_url names it",
+                self._place,
+                error,
+            )
+
+    def _count_replies(self, codes: list[str]) -> None:
+        for code in codes:
+            self._errors[code.lower() if code in _COUNTED_CODES else "other"] += 1
+
+    def _check_policy(self, wire: Wire) -> None:
+        """Warn, once, of a server that will run out of memory; a server may refuse to say."""
+        with self._changed:
+            if self._policy_known:
+                return
+        settings = memory_policy(wire)
+        with self._changed:
+            first, self._policy_known = not self._policy_known, True
+        if not first or settings is None:
+            return
+        if settings.get("maxmemory") == "0":
+            logger.warning(
+                "redis %s has no maxmemory: it will grow until the system stops it; set maxmemory, and "
+                "maxmemory-policy allkeys-lru",
+                self._place,
+            )
+        elif settings.get("maxmemory-policy") == "noeviction":
+            logger.warning(
+                "redis %s has maxmemory-policy noeviction: once it is full, nothing new is stored; set "
+                "maxmemory-policy allkeys-lru",
+                self._place,
+            )
+
+
+def _error_kind(error: OSError) -> str | None:
+    """Under which name a failed exchange is counted; None where the server had no part in it."""
+    if isinstance(error, NodeDownError):
+        return None
+    if isinstance(error, ConnectError):
+        return error.kind
+    kinds = (
+        (BusyError, "busy"),
+        (TimeoutError, "timeout"),
+        (StreamError, "protocol"),
+        (ServerRefusedError, "refused"),
+    )
+    return next((name for kind, name in kinds if isinstance(error, kind)), "connection")

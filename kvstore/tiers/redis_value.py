@@ -1,0 +1,217 @@
+"""Format of one block in Redis: its key, and the header before its payload (docs/wire-format.md).
+
+Pure functions, so that a reader of any other language or version can be checked against them.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgpack
+import xxhash
+
+from kvstore.block import BlockRows, MissCause, Shard
+from kvstore.errors import NamespaceError
+from kvstore.tiers.base import Payload
+
+MAGIC = b"PKVB"
+VERSION = 1
+RAW_CODEC = "raw"
+"""The payload is the block's bytes as the engine wrote them."""
+
+HEADER_ALIGNMENT = 64
+MAX_HEADER_BYTES = 65535 // HEADER_ALIGNMENT * HEADER_ALIGNMENT
+"""Longest header, padding included, whose length fits its u16."""
+
+# Magic, format version, header length, xxh3_64 of all other bytes of the header: the same in every
+# version, so that a reader can tell a damaged value from one that a newer writer left.
+_FIXED = struct.Struct("<4sHHQ")
+_CHECKED_BEFORE = 8
+_CHECKED_FROM = _FIXED.size
+
+_FIELD_TYPES = {
+    "namespace": bytes,
+    "shard": str,
+    "parent": bytes,
+    "segment_tag": bytes,
+    "block_index": int,
+    "token_ids": bytes,
+    "fingerprint": int,
+    "codec": str,
+    "payload_bytes": int,
+    "payload_xxh3_64": int,
+}
+_WIDEST_RANK = 65535
+_WIDEST_CODEC = "x" * 16
+
+
+class Header(NamedTuple):
+    """A header that checked out. ``length`` is with padding; ``token_ids`` are u32 LE, packed."""
+
+    length: int
+    namespace: bytes
+    shard: str
+    parent: bytes
+    segment_tag: bytes
+    block_index: int
+    token_ids: bytes
+    fingerprint: int
+    codec: str
+    payload_bytes: int
+    payload_xxh3_64: int
+
+
+def block_key(prefix: str, rows: BlockRows, block: int) -> bytes:
+    """Key of one block; the braces keep its whole segment in one Redis Cluster slot."""
+    tag, block_hash = rows.tag_at(block).hex(), rows.hash_at(block).hex()
+    return f"{prefix}:{rows.namespace.hex()}:{rows.shard}:{{{tag}}}:{block_hash}".encode()
+
+
+@lru_cache
+def header_bytes(block_size: int) -> int:
+    """Length of every header of a namespace with this block size, padding included.
+
+    Integers and names vary in length; room for the longest makes the header's end known before
+    its beginning has been read. May exceed ``MAX_HEADER_BYTES``: such blocks cannot be stored.
+    """
+    widest = Header(
+        length=0,
+        namespace=bytes(16),
+        shard=str(Shard(*[_WIDEST_RANK] * 4)),
+        parent=bytes(16),
+        segment_tag=bytes(16),
+        block_index=2**32 - 1,
+        token_ids=bytes(4 * block_size),
+        fingerprint=2**64 - 1,
+        codec=_WIDEST_CODEC,
+        payload_bytes=2**64 - 1,
+        payload_xxh3_64=2**64 - 1,
+    )
+    used = _FIXED.size + len(_pack_fields(widest))
+    return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+
+
+def pack_header(rows: BlockRows, block: int, payload_bytes: int, checksum: int) -> bytes:
+    """Header of one block, to go right before its payload; ``rows`` must carry tokens and fingerprints."""
+    assert rows.tokens is not None, "a value holds its tokens, so that readers can compare them"
+    assert rows.fingerprints is not None, "a value holds its fingerprint, so that readers can compare it"
+    length = header_bytes(rows.tokens.shape[1])
+    if length > MAX_HEADER_BYTES:
+        raise NamespaceError(
+            f"a header for {rows.tokens.shape[1]} tokens takes {length} bytes, expected at most "
+            f"{MAX_HEADER_BYTES}; use a smaller block size"
+        )
+    header = Header(
+        length=length,
+        namespace=rows.namespace,
+        shard=str(rows.shard),
+        parent=rows.parent_at(block),
+        segment_tag=rows.tag_at(block),
+        block_index=int(rows.indexes[block]),
+        token_ids=_packed_tokens(rows, block),
+        fingerprint=int(rows.fingerprints[block]),
+        codec=RAW_CODEC,
+        payload_bytes=payload_bytes,
+        payload_xxh3_64=checksum,
+    )
+    body = _pack_fields(header).ljust(length - _FIXED.size, b"\0")
+    assert len(body) == length - _FIXED.size, f"shard {rows.shard} is wider than a header has room for"
+    start = _FIXED.pack(MAGIC, VERSION, length, 0)[:_CHECKED_BEFORE]
+    return start + xxhash.xxh3_64_intdigest(start + body).to_bytes(8, "little") + body
+
+
+def parse_header(buffer: bytes | memoryview) -> Header | MissCause:
+    """The header at the start of ``buffer``, which may be longer.
+
+    CORRUPT means that nobody can read it; VERSION, that it is intact but not ours to judge.
+    """
+    if len(buffer) < _FIXED.size:
+        return MissCause.CORRUPT
+    magic, version, length, checksum = _FIXED.unpack_from(buffer)
+    if magic != MAGIC or not _FIXED.size <= length <= len(buffer):
+        return MissCause.CORRUPT
+    checked = bytes(buffer[:_CHECKED_BEFORE]) + bytes(buffer[_CHECKED_FROM:length])
+    if xxhash.xxh3_64_intdigest(checked) != checksum:
+        return MissCause.CORRUPT
+    if version != VERSION:
+        return MissCause.VERSION
+    fields = _unpack_fields(checked[_CHECKED_BEFORE:])
+    return MissCause.CORRUPT if fields is None else Header(length, **fields)
+
+
+def compare(header: Header, rows: BlockRows, block: int) -> MissCause | None:
+    """Whether the header names the block that was asked for, by all that ``rows`` knows of it."""
+    if header.codec != RAW_CODEC:
+        return MissCause.VERSION
+    same = (
+        header.namespace == rows.namespace
+        and header.shard == str(rows.shard)
+        and header.parent == rows.parent_at(block)
+        and header.segment_tag == rows.tag_at(block)
+        and header.block_index == rows.indexes[block]
+        and (rows.tokens is None or header.token_ids == _packed_tokens(rows, block))
+        and (rows.fingerprints is None or header.fingerprint == int(rows.fingerprints[block]))
+    )
+    return None if same else MissCause.COLLISION
+
+
+def verify_value(head: memoryview, payload: Payload, rows: BlockRows, block: int) -> int | MissCause:
+    """xxh3_64 of a payload that is the block's, or why it is not.
+
+    ``head`` is all of the value that comes before the last ``len(payload)`` bytes.
+    """
+    header = parse_header(head)
+    if header is MissCause.CORRUPT and _claimed_length(head) > len(head):
+        # Not ours by length; another version's may reach into what was read as the payload.
+        header = parse_header(bytes(head) + payload[:MAX_HEADER_BYTES].tobytes())
+    if isinstance(header, MissCause):
+        return header
+    if header.length != len(head) or header.payload_bytes != len(payload):
+        return wrong_size(header, len(head) + len(payload))
+    cause = compare(header, rows, block)
+    if cause is not None:
+        return cause
+    intact = xxhash.xxh3_64_intdigest(payload.data) == header.payload_xxh3_64
+    return header.payload_xxh3_64 if intact else MissCause.CORRUPT
+
+
+def wrong_size(header: Header | MissCause, value_bytes: int) -> MissCause:
+    """Cause of a miss on a value of ``value_bytes`` that cannot hold the payload asked for."""
+    if isinstance(header, MissCause):
+        return header
+    whole = header.length + header.payload_bytes == value_bytes
+    return MissCause.COLLISION if whole else MissCause.CORRUPT
+
+
+def _packed_tokens(rows: BlockRows, block: int) -> bytes:
+    assert rows.tokens is not None
+    packed: bytes = rows.tokens[block].astype("<u4", copy=False).tobytes()
+    return packed
+
+
+def _pack_fields(header: Header) -> bytes:
+    packed: bytes = msgpack.packb({name: getattr(header, name) for name in _FIELD_TYPES})
+    return packed
+
+
+def _unpack_fields(body: bytes) -> dict[str, Any] | None:
+    unpacker = msgpack.Unpacker(max_buffer_size=len(body))
+    unpacker.feed(body)
+    try:
+        fields = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException):
+        return None
+    if not isinstance(fields, dict) or fields.keys() != _FIELD_TYPES.keys():
+        return None
+    if any(type(fields[name]) is not kind for name, kind in _FIELD_TYPES.items()):
+        return None
+    return fields
+
+
+def _claimed_length(head: memoryview) -> int:
+    if len(head) < _FIXED.size:
+        return 0
+    length: int = _FIXED.unpack_from(head)[2]
+    return length

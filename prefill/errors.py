@@ -1,0 +1,17 @@
+"""Errors of the model side. Each message names the value, what was expected and the fix."""
+
+
+class PrefillError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ModelError(PrefillError):
+    """A model cannot be found, read or converted."""
+
+
+class UnsupportedModelError(ModelError):
+    """A model's attention or cache is not the standard one that blocks can hold."""
+
+
+class PromptError(PrefillError):
+    """Tokens do not fit the model: none at all, an id out of range, or more than its context."""

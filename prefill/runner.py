@@ -1,0 +1,88 @@
+"""One step of a model over paged blocks: spans of several sequences, packed into one token batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from prefill.attention import PackedSpan, PagedStep
+from prefill.errors import PromptError
+from prefill.paged import BlockTable, KVMemory
+
+TokenArray = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Compute positions [start, start + len(tokens)) of a sequence whose earlier ones are in its blocks.
+
+    ``table`` must have blocks for all of these positions; theirs are written. Earlier positions
+    may also be computed by another span of the same step.
+    """
+
+    table: BlockTable
+    start: int
+    tokens: TokenArray
+
+
+class Runner:
+    """Runs a model that was loaded with the paged attention; holds no state of any sequence."""
+
+    def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
+        self._model = model
+        self._memory = memory
+
+    @torch.inference_mode()
+    def step(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Logits after the last token of each span: float32, (len(spans), vocab).
+
+        Raises PromptError, before anything is written, when a span does not fit the model.
+        """
+        assert spans
+        for span in spans:
+            self._require_fitting(span)
+        memory = self._memory
+        lengths = [len(span.tokens) for span in spans]
+        ends = np.cumsum(lengths)
+        packed = []
+        written = []
+        for span, length, end in zip(spans, lengths, ends.tolist(), strict=True):
+            rows = memory.rows(span.table, 0, span.start + length)
+            written.append(rows[span.start :])
+            packed.append(PackedSpan(end - length, end, rows if span.start else None))
+        step = PagedStep(memory, torch.cat(written), packed)
+        positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
+        output = self._model(
+            input_ids=self._batch(np.concatenate([span.tokens for span in spans])),
+            position_ids=self._batch(positions),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(ends - 1).to(memory.device),
+            paged=step,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    def _batch(self, values: TokenArray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._memory.device).unsqueeze(0)
+
+    def _require_fitting(self, span: Span) -> None:
+        spec = self._memory.spec
+        if not len(span.tokens):
+            raise PromptError("0 tokens to compute, expected at least 1; give a prompt that is not empty")
+        stop = span.start + len(span.tokens)
+        if stop > spec.max_positions:
+            raise PromptError(
+                f"{stop} tokens, expected at most {spec.max_positions} for {spec.name!r}; "
+                "shorten the prompt or the output, or choose a model with a longer context"
+            )
+        low, high = int(span.tokens.min()), int(span.tokens.max())
+        if low < 0 or high >= spec.vocab_size:
+            raise PromptError(
+                f"token id {low if low < 0 else high}, expected 0 to {spec.vocab_size - 1} "
+                f"for {spec.name!r}; tokenize the prompt with this model's tokenizer"
+            )

@@ -1,0 +1,224 @@
+"""The configuration: what is accepted, which source wins, and what a person reads when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from kvstore.config import Config, Source, load_config, mask_url
+from kvstore.errors import ConfigError
+
+
+def write_toml(folder: Path, text: str) -> Path:
+    path = folder / "kvstore.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load_error(
+    *,
+    toml_path: Path | None = None,
+    environ: dict[str, str] | None = None,
+    overrides: dict[str, object] | None = None,
+) -> str:
+    """The message of the ConfigError that these sources must cause."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(toml_path=toml_path, environ=environ or {}, overrides=overrides or {})
+    return str(raised.value)
+
+
+def load_environ(**variables: str) -> Config:
+    return load_config(environ=variables, overrides={}).config
+
+
+def test_defaults_are_valid() -> None:
+    loaded = load_config(environ={}, overrides={})
+    assert loaded.config == Config()
+    assert set(loaded.sources.values()) == {Source.DEFAULT}
+
+
+def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, 'pool_bytes = "2GiB"\nblock_size = 32\nlog_level = "error"\n')
+    loaded = load_config(
+        toml_path=toml,
+        environ={"KVSTORE_BLOCK_SIZE": "64", "KVSTORE_LOG_LEVEL": "warning", "HOME": "/nowhere"},
+        overrides={"log_level": "debug", "log_format": None},
+    )
+    assert loaded.config.pool_bytes == 2 * 2**30
+    assert loaded.config.block_size == 64
+    assert loaded.config.log_level == "debug"
+    assert {name: source for name, source in loaded.sources.items() if source != Source.DEFAULT} == {
+        "pool_bytes": Source.FILE,
+        "block_size": Source.ENVIRONMENT,
+        "log_level": Source.FLAG,
+    }
+
+
+def test_the_process_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_BLOCK_SIZE", "64")
+    monkeypatch.setenv("BLOCK_SIZE", "64")
+    assert Config().block_size == 16
+    assert load_config(environ={}, overrides={}).config.block_size == 16
+
+
+def test_config_is_immutable() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().block_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1GiB", 2**30),
+        ("512 MiB", 2**29),
+        ("0.5GiB", 2**29),
+        ("268435456", 2**28),
+        ("1GB", 10**9),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert load_environ(KVSTORE_POOL_BYTES=text).pool_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45", 45.0), ("500ms", 0.5), ("30s", 30.0), ("2h", 7200.0), ("1.5 m", 90.0)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert load_environ(KVSTORE_LEASE_SECONDS=text).lease_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("url", "stored"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0"),
+        ("rediss://user:secret@cache.example:6380", "rediss://user:secret@cache.example:6380"),
+        ("unix:///run/valkey.sock?db=1", "unix:///run/valkey.sock?db=1"),
+        ("embedded", "embedded"),
+        ("none", None),
+    ],
+)
+def test_redis_urls(url: str, stored: str | None) -> None:
+    assert load_environ(KVSTORE_REDIS_URL=url).redis_url == stored
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("KVSTORE_POOL_BYTES", "1 gigabyte", "expected a size"),
+        ("KVSTORE_POOL_BYTES", "0", "expected a size above zero"),
+        ("KVSTORE_POOL_BYTES", "-1GiB", "expected a size above zero"),
+        ("KVSTORE_POOL_BYTES", "1.5", "whole bytes"),
+        ("KVSTORE_POOL_BYTES", "", "expected a size"),
+        ("KVSTORE_POOL_PATH", "kv.pool", "expected an absolute path"),
+        ("KVSTORE_LEASE_SECONDS", "0s", "expected a duration above zero"),
+        ("KVSTORE_LEASE_SECONDS", "30 parsecs", "expected a duration"),
+        ("KVSTORE_LEASE_SECONDS", "nan", "expected a duration"),
+        ("KVSTORE_REDIS_TTL_SECONDS", "10ms", "greater than or equal to 1"),
+        ("KVSTORE_BLOCK_SIZE", "0", "greater than or equal to 1"),
+        ("KVSTORE_BLOCK_SIZE", "sixteen", "valid integer"),
+        ("KVSTORE_HASH_ALGORITHM", "md5", "'xxh3_128' or 'sha256'"),
+        ("KVSTORE_DEVICE", "gpu", "expected cpu, cuda or cuda:N"),
+        ("KVSTORE_REDIS_PREFIX", "kv{a}", "without braces"),
+        ("KVSTORE_REDIS_URL", "http://127.0.0.1", "expected redis://"),
+        ("KVSTORE_REDIS_URL", "redis://", "expected redis://"),
+        ("KVSTORE_REDIS_URL", "redis://127.0.0.1:99999", "expected redis://"),
+        ("KVSTORE_REDIS_URL", "redis://[::1", "expected redis://"),
+        ("KVSTORE_LOG_LEVEL", "verbose", "expected 'debug', 'info', 'warning' or 'error'"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_was_expected(variable: str, value: str, expected: str) -> None:
+    message = load_error(environ={variable: value})
+    assert message.startswith(f"environment variable {variable} = {value!r}: ")
+    assert expected in message
+
+
+def test_a_bad_value_is_named_as_its_source_spells_it(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, "pool_bytes = true\n")
+    assert load_error(toml_path=toml).startswith(f"{toml}: key pool_bytes = True: expected a size")
+    message = load_error(overrides={"lease_seconds": "soon"})
+    assert message.startswith("flag --lease-seconds = 'soon': expected a duration")
+
+
+def test_every_bad_value_is_reported_at_once() -> None:
+    message = load_error(environ={"KVSTORE_BLOCK_SIZE": "0", "KVSTORE_DEVICE": "gpu"})
+    assert [line.split(" = ")[0] for line in message.splitlines()] == [
+        "environment variable KVSTORE_DEVICE",
+        "environment variable KVSTORE_BLOCK_SIZE",
+    ]
+
+
+def test_an_unknown_key_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
+    """LMCache #1244, #447, #2854."""
+    toml = write_toml(tmp_path, "pool_byte = 1\n")
+    message = load_error(
+        toml_path=toml,
+        environ={"KVSTORE_LEASE_SECS": "1", "KVSTORE_log_level": "info"},
+        overrides={"redis_uri": "embedded"},
+    )
+    assert message.splitlines() == [
+        f"{toml}: key pool_byte does not exist; did you mean pool_bytes?",
+        "environment variable KVSTORE_LEASE_SECS does not exist; did you mean KVSTORE_LEASE_SECONDS?",
+        "environment variable KVSTORE_log_level does not exist; did you mean KVSTORE_LOG_LEVEL?",
+        "flag --redis-uri does not exist; did you mean --redis-url?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"pool_bytes": "32MiB"}, ["pool_bytes = 32 MiB", "extent_bytes = 64 MiB"]),
+        ({"device_bytes": "1MiB"}, ["device_bytes = 1 MiB", "extent_bytes = 64 MiB"]),
+        ({"redis_probe_seconds": 1}, ["redis_probe_seconds = 1", "redis_acquire_seconds = 0.5"]),
+    ],
+)
+def test_values_that_contradict_each_other(overrides: dict[str, object], named: list[str]) -> None:
+    message = load_error(overrides=overrides)
+    assert all(part in message for part in named), message
+
+
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "absent.toml"
+    assert load_error(toml_path=missing) == (
+        f"configuration file {missing} cannot be read: No such file or directory"
+    )
+    assert "is not TOML" in load_error(toml_path=write_toml(tmp_path, "pool_bytes: 1\n"))
+
+
+def test_describe_gives_every_field_with_its_source_in_order() -> None:
+    rows = load_config(
+        environ={"KVSTORE_LEASE_SECONDS": "500ms"}, overrides={"pool_bytes": 96 * 2**20}
+    ).describe()
+    assert [row.field for row in rows] == list(Config.model_fields)
+    shown = {row.field: (row.value, row.source) for row in rows}
+    assert shown["pool_bytes"] == ("96 MiB", Source.FLAG)
+    assert shown["lease_seconds"] == ("0.5 s", Source.ENVIRONMENT)
+    assert shown["redis_url"] == ("none", Source.DEFAULT)
+
+
+def test_a_password_is_shown_nowhere() -> None:
+    """The effective configuration is printed, its secrets are not."""
+    url = "redis://user:hunter2@cache.example:6379/0"
+    loaded = load_config(environ={"KVSTORE_REDIS_URL": url}, overrides={})
+    assert loaded.config.redis_url == url
+    assert "redis://user:***@cache.example:6379/0" in [row.value for row in loaded.describe()]
+    assert "hunter2" not in repr(loaded) + str(loaded.describe())
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(environ={"KVSTORE_REDIS_URL": url.replace("redis:", "http:")}, overrides={})
+    assert "hunter2" not in str(raised.value) + str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("url", "masked"),
+    [
+        ("redis://127.0.0.1:6379", "redis://127.0.0.1:6379"),
+        ("redis://:p@ss@host", "redis://:***@host"),
+        ("redis://user@host", "redis://user@host"),
+        ("redis://host?db=1&password=s3&protocol=2", "redis://host?db=1&password=***&protocol=2"),
+        ("user:pw@host", "user:***@host"),
+    ],
+)
+def test_mask_url(url: str, masked: str) -> None:
+    assert mask_url(url) == masked
