@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from json import dumps
+from math import inf
 from pathlib import Path
 
 Value = str | int | float | bool | None
@@ -28,14 +29,12 @@ def interleaved_medians(contenders: Mapping[str, Callable[[], object]], rounds: 
     They take turns, so that a change in the machine's speed falls on all of them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
+    for _ in range(rounds + 1):
         for name, run in contenders.items():
             started = time.perf_counter()
             run()
-            elapsed = time.perf_counter() - started
-            if turn:
-                seconds[name].append(elapsed)
-    return {name: statistics.median(samples) for name, samples in seconds.items()}
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(samples[1:]) for name, samples in seconds.items()}
 
 
 def machine(packages: tuple[str, ...]) -> dict[str, Value]:
@@ -68,15 +67,12 @@ class Report:
         """One row; a unit belongs in the name of its field, and None is not measured."""
         self._results.append(fields)
 
-    def goal(
-        self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None
-    ) -> None:
+    def goal(self, name: str, value: float, *, at_most: float = inf, at_least: float = -inf) -> None:
         """What was to be reached. Give at least one bound; both make a range."""
-        limits = ((">=", at_least), ("<=", at_most))
-        bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
+        bounds = [f">= {at_least:g}"] * (at_least > -inf) + [f"<= {at_most:g}"] * (at_most < inf)
         if not bounds:
             raise ValueError(f"goal {name!r} has no bound; pass at_most= or at_least=")
-        met = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+        met = at_least <= value <= at_most
         self._goals.append({"name": name, "value": value, "goal": " and ".join(bounds), "met": met})
 
     def finish(self, *, json: bool) -> None:
@@ -100,6 +96,4 @@ def _print_table(rows: list[dict[str, Value]]) -> None:
 
 
 def _shown(value: Value) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

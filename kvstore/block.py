@@ -124,10 +124,9 @@ class BlockRows:
         return BlockRows(
             self.namespace,
             self.shard,
-            *(
-                np.frombuffer(packed, dtype=f"V{HASH_BYTES}")[blocks].tobytes()
-                for packed in (self.hashes, self.parents, self.tags)
-            ),
+            _pick_hashes(self.hashes, blocks),
+            _pick_hashes(self.parents, blocks),
+            _pick_hashes(self.tags, blocks),
             self.indexes[blocks],
             None if self.tokens is None else self.tokens[blocks],
             None if self.fingerprints is None else self.fingerprints[blocks],
@@ -146,6 +145,10 @@ class BlockRows:
             None if self.tokens is None else self.tokens[start:stop],
             None if self.fingerprints is None else self.fingerprints[start:stop],
         )
+
+
+def _pick_hashes(packed: bytes, blocks: NDArray[np.int64]) -> bytes:
+    return np.frombuffer(packed, dtype=f"V{HASH_BYTES}")[blocks].tobytes()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +188,36 @@ class Chain:
             prompt_tokens=len(ids),
             tokens=used.reshape(blocks, root.block_size),
             fingerprints=fingerprint_blocks(used, root.block_size, extras),
+        )
+
+    def grown(self, tokens: TokenInput, extras: Extras | None = None) -> Chain:
+        """This chain and the blocks of ``tokens`` behind it; ``extras`` of the whole prompt.
+
+        ``tokens`` must be whole blocks, as a model produces them.
+        """
+        assert self.tokens is not None
+        assert self.fingerprints is not None
+        ids = np.frombuffer(pack_tokens(tokens), dtype="<u4").reshape(-1, self.root.block_size)
+        first, root = len(self), self.root
+        parent = self.hashes[-HASH_BYTES:] if first else None
+        previous = int(self.fingerprints[-1]) if first else 0
+        return Chain(
+            root,
+            self.hashes + hash_blocks(root, ids.reshape(-1), extras, parent=parent, first_block=first),
+            max(self.prompt_tokens, (first + len(ids)) * root.block_size),
+            np.concatenate((self.tokens, ids)),
+            np.concatenate(
+                (
+                    self.fingerprints,
+                    fingerprint_blocks(
+                        ids.reshape(-1),
+                        root.block_size,
+                        extras,
+                        first_block=first,
+                        previous=previous,
+                    ),
+                )
+            ),
         )
 
     def __post_init__(self) -> None:

@@ -14,8 +14,15 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from kvstore.errors import ConfigError
 
@@ -111,13 +118,13 @@ Device = Annotated[str, _matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 KeyPrefix = Annotated[str, _matching(r"[^{}\s]+", "one or more characters without braces or spaces")]
 
 
-class Config(BaseSettings):
+class Config(BaseModel):
     """All settings, immutable. A size is in bytes, a duration in seconds, whatever unit it was given in.
 
     Constructing it reads neither files nor the environment: ``load_config`` is given both.
     """
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
@@ -167,9 +174,6 @@ class Config(BaseSettings):
     redis_queue_bytes: Bytes = 256 * 2**20
     """Payloads that may wait for Redis to take them; beyond it, writes to Redis are dropped and counted."""
 
-    demotion: Literal["write_through", "on_evict", "on_reuse"] = "write_through"
-    """When a block goes to Redis: once written, when the host tier evicts it, or when it was hit again."""
-
     lease_seconds: Seconds = 30
     """Time for which acquired blocks stay readable without a renewal."""
 
@@ -179,31 +183,13 @@ class Config(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message that is logged."""
 
-    log_format: Literal["human", "json"] = "human"
-    """Log lines for people, or one JSON object a line."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # Only a composition root may read the environment, and load_config has to know which
-        # source each value came from: pydantic-settings' own readers stay out of it.
-        return (init_settings,)
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for name in ("pool_bytes", "device_bytes"):
-            size = getattr(self, name)
-            if size < self.extent_bytes:
-                raise ValueError(
-                    f"{name} = {_format_bytes(size)} is less than one extent, "
-                    f"extent_bytes = {_format_bytes(self.extent_bytes)}: raise {name} or lower extent_bytes"
-                )
+        if self.pool_bytes < self.extent_bytes:
+            raise ValueError(
+                f"pool_bytes = {_format_bytes(self.pool_bytes)} is less than one extent, "
+                f"extent_bytes = {_format_bytes(self.extent_bytes)}: raise the first or lower the second"
+            )
         if self.redis_probe_seconds > self.redis_acquire_seconds:
             raise ValueError(
                 f"redis_probe_seconds = {self.redis_probe_seconds:g} is longer than "

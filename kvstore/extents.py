@@ -60,6 +60,16 @@ class Extent:
     free: int
 
 
+def extents_in(pool_bytes: int, extent_bytes: int) -> int:
+    """How many extents a pool has; PoolError when it has none."""
+    if pool_bytes < extent_bytes:
+        raise PoolError(
+            f"a pool of {pool_bytes} bytes holds no extent of {extent_bytes} bytes; raise its size to at "
+            f"least {extent_bytes}, or lower extent_bytes"
+        )
+    return pool_bytes // extent_bytes
+
+
 class Group(NamedTuple):
     """Slots of one extent, in the order in which they were asked for."""
 
@@ -133,6 +143,10 @@ class ExtentMap:
         if self._memory.inline_tables:
             return inline_layout(self._memory.extent_bytes, slot_class)
         return self._memory.extent_bytes // slot_class.slot_bytes, 0
+
+    def most_slots(self, slot_class: SlotClass) -> int:
+        """Slots of a class in a memory that has no other."""
+        return self.layout(slot_class)[0] * self._memory.extents
 
     def reserve_next(self) -> bool:
         """Back one more extent with memory; False at the limit or when memory is refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, BlockRows, Residency, Shard, SlotArray
 from kvstore.evict.base import Occupancy
@@ -29,7 +30,7 @@ class Space:
     slot_class: SlotClass
     ready: dict[bytes, int] = field(default_factory=dict)
     staged: dict[bytes, int] = field(default_factory=dict)
-    awaiting: dict[bytes, list[int]] = field(default_factory=dict)
+    awaiting: dict[bytes, set[int]] = field(default_factory=dict)
 
     def residency(self, block_hash: bytes) -> Residency:
         if block_hash in self.ready:
@@ -41,6 +42,31 @@ def split_hashes(packed: bytes, start: int = 0, stop: int | None = None) -> list
     """Packed hashes [start, stop) as dictionary keys."""
     end = len(packed) if stop is None else stop * HASH_BYTES
     return [packed[at : at + HASH_BYTES] for at in range(start * HASH_BYTES, end, HASH_BYTES)]
+
+
+def distinct_head(keys: list[bytes]) -> list[bytes]:
+    """The keys before the first one that is there for the second time."""
+    seen: set[bytes] = set()
+    for place, key in enumerate(keys):
+        if key in seen:
+            return keys[:place]
+        seen.add(key)
+    return keys
+
+
+def claim(space: Space, rows: BlockRows, slots: SlotArray) -> NDArray[np.bool_]:
+    """Which of the blocks nobody else has or writes; names of the slots are given up."""
+    keys = split_hashes(rows.hashes)
+    fresh = np.zeros(len(keys), dtype=np.bool_)
+    claimed: set[bytes] = set()
+    for block, (key, slot) in enumerate(zip(keys, slots.tolist(), strict=True)):
+        writer = space.staged.get(key)
+        if writer == slot:
+            del space.staged[key]
+        if key not in space.ready and key not in claimed and writer in (None, slot):
+            fresh[block] = True
+            claimed.add(key)
+    return fresh
 
 
 def link(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) -> None:
@@ -80,6 +106,8 @@ def unlink(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray
 
 def orphan(occupancy: Occupancy, leaving: SlotArray) -> SlotArray:
     """Blocks that stay while their parent leaves: cut loose, returned for ``await_parent``."""
+    if not occupancy.children[leaving].any():
+        return leaving[:0]
     going = np.zeros(len(occupancy.parent) + 1, dtype=np.bool_)
     going[leaving] = True
     lost = np.flatnonzero(going[occupancy.parent] & ~going[:-1])
@@ -94,14 +122,14 @@ def orphan(occupancy: Occupancy, leaving: SlotArray) -> SlotArray:
 def await_parent(space: Space, rows: BlockRows, slots: SlotArray) -> None:
     """Remember orphans, so that a parent that comes back finds them."""
     for block, slot in enumerate(slots.tolist()):
-        space.awaiting.setdefault(bytes(rows.parent_at(block)), []).append(slot)
+        space.awaiting.setdefault(bytes(rows.parent_at(block)), set()).add(slot)
 
 
 def _adopt(space: Space, occupancy: Occupancy, parent: bytes, slot: int) -> None:
     parent_slot = space.ready.get(parent, NO_PARENT)
     occupancy.parent[slot] = parent_slot
     if parent_slot == NO_PARENT:
-        space.awaiting.setdefault(parent, []).append(slot)
+        space.awaiting.setdefault(parent, set()).add(slot)
     else:
         occupancy.children[parent_slot] += 1
 

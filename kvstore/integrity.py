@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.block import SlotArray
-from kvstore.index import NO_PARENT, split_hashes
+from kvstore.index import NO_PARENT, Space, split_hashes
 from kvstore.pool import BlockPool
 from kvstore.table import SlotState
 
@@ -58,13 +58,12 @@ def _check_bytes(pool: BlockPool) -> None:
 def _check_index(pool: BlockPool) -> None:
     listed: list[int] = []
     for space in pool.spaces():
-        if not space.ready:
-            continue
-        slots = np.fromiter(space.ready.values(), dtype=np.int64, count=len(space.ready))
-        assert split_hashes(pool.rows_of(slots).hashes) == list(space.ready), "index and slot disagree"
         staged = np.fromiter(space.staged.values(), dtype=np.int64, count=len(space.staged))
-        assert (pool.extents.state[staged] == SlotState.STAGED).all()
-        listed.extend(slots.tolist())
+        assert (pool.extents.state[staged] == SlotState.STAGED).all(), "a name is kept for nobody"
+        slots = np.fromiter(space.ready.values(), dtype=np.int64, count=len(space.ready))
+        if len(slots):
+            assert split_hashes(pool.rows_of(slots).hashes) == list(space.ready), "index and slot disagree"
+            listed.extend(slots.tolist())
     ready = np.flatnonzero(pool.extents.state == SlotState.READY)
     assert sorted(listed) == ready.tolist(), "index and ready slots are no bijection"
 
@@ -76,6 +75,19 @@ def _check_links(pool: BlockPool) -> None:
     counted = np.bincount(parents[parents != NO_PARENT], minlength=len(occupancy.children))
     assert (counted == occupancy.children).all(), "children are miscounted"
     for space in pool.spaces():
-        for parent, slots in space.awaiting.items():
-            assert parent not in space.ready, "a block awaits a parent that is here"
-            assert (occupancy.parent[np.array(slots)] == NO_PARENT).all()
+        _check_family(pool, space)
+
+
+def _check_family(pool: BlockPool, space: Space) -> None:
+    slots = np.fromiter(space.ready.values(), dtype=np.int64, count=len(space.ready))
+    waiting = {(parent, slot) for parent, orphans in space.awaiting.items() for slot in orphans}
+    rows = pool.rows_of(slots) if len(slots) else None
+    for block, slot in enumerate(slots.tolist()):
+        assert rows is not None
+        parent, is_first = rows.parent_at(block), rows.indexes[block] == 0
+        linked = NO_PARENT if is_first else space.ready.get(parent, NO_PARENT)
+        assert pool.occupancy.parent[slot] == linked, "a block hangs from another than its parent"
+        if linked == NO_PARENT and not is_first:
+            assert (parent, slot) in waiting, "an orphan would not be found by its parent"
+            waiting.remove((parent, slot))
+    assert not waiting, "blocks await a parent that is here, or are not here themselves"

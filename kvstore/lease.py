@@ -30,9 +30,10 @@ class Lease:
     """What one request was promised: the leading ``blocks`` blocks, readable until ``deadline``.
 
     ``segments`` tell, by shard, where the promised blocks are, in chain order and without gaps.
-    ``held`` is all that is pinned, which may be more. ``pending`` counts promotions that may yet
-    make the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many
-    blocks redis was asked for, ``asked_at`` where the run ended when it was last asked.
+    ``held`` is what the lease pins beside them. ``pending`` counts promotions that may yet make
+    the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many blocks
+    redis was asked for, ``asked_at`` where the run ended when it was last asked, and ``broke``
+    where and why the first of the promotions since then came to an end.
     """
 
     id: int
@@ -48,6 +49,7 @@ class Lease:
     over: bool = False
     asked_redis: int = 0
     asked_at: int = 0
+    broke: tuple[int, MissCause] | None = None
     segments: dict[Shard, list[Segment]] = field(default_factory=dict)
     held: list[tuple[TierName, SlotArray]] = field(default_factory=list)
 
@@ -55,6 +57,13 @@ class Lease:
     def tokens(self) -> int:
         """Tokens of the promised run."""
         return self.blocks * self.chain.root.block_size
+
+    def pinned(self) -> Iterator[tuple[TierName, SlotArray]]:
+        """Every pin that belongs to the lease, once."""
+        for segments in self.segments.values():
+            for segment in segments:
+                yield segment.tier, segment.slots
+        yield from self.held
 
     def hit_blocks(self, used: int) -> dict[TierName, int]:
         """The first ``used`` blocks by the tier that they came from (of the first shard)."""
@@ -105,9 +114,7 @@ class LeaseTable:
         """The live lease with this id; LeaseError when it is over or somebody else's."""
         lease = self._by_id.get(lease_id)
         if lease is None or lease.owner != owner:
-            raise LeaseError(
-                f"lease {lease_id} is not held by {owner!r}; it may have run out: acquire again"
-            )
+            raise LeaseError(f"lease {lease_id} is not held by {owner!r}; it may have run out: acquire again")
         return lease
 
     def renew(self, lease: Lease, deadline: float) -> None:
@@ -124,10 +131,10 @@ class LeaseTable:
 
     def overdue(self, now: float) -> list[Lease]:
         """Live leases whose deadline has passed."""
-        late: list[Lease] = []
+        late: dict[int, Lease] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._by_id.get(lease_id)
-            if lease is not None and lease.deadline <= now and lease not in late:
-                late.append(lease)
-        return late
+            if lease is not None and lease.deadline <= now:
+                late[lease_id] = lease
+        return list(late.values())

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
-from kvstore.errors import PoolError
+from kvstore.errors import NamespaceError, PoolError
 from kvstore.events import RemovalCause
 from kvstore.evict.base import NO_HINTS, Evictor, Hints, Occupancy, Touch
 from kvstore.extents import Extent, ExtentMap, Memory, SlotClass, grown
@@ -21,13 +21,15 @@ from kvstore.index import (
     NO_PARENT,
     Space,
     await_parent,
+    claim,
+    distinct_head,
     link,
     orphan,
     split_hashes,
     unlink,
     unstage,
 )
-from kvstore.match import agreement, leading_run
+from kvstore.match import agreement, chain_up_to, leading_run
 from kvstore.reclaim import coldest_idle_extent, is_colder
 from kvstore.spec import slot_bytes_for
 from kvstore.table import SlotState
@@ -81,9 +83,7 @@ class BlockPool:
 
     # -- spaces ---------------------------------------------------------------------------------
 
-    def open_space(
-        self, namespace: bytes, shard: Shard, payload_bytes: int, block_size: int
-    ) -> Space:
+    def open_space(self, namespace: bytes, shard: Shard, payload_bytes: int, block_size: int) -> Space:
         """The space of a namespace and shard, made at first use."""
         space = self._spaces.get((namespace, shard))
         if space is None:
@@ -97,6 +97,12 @@ class BlockPool:
             space = Space(number, namespace, named, shard, payload_bytes, slot_class)
             self._spaces[namespace, shard] = space
             self._by_number.append(space)
+        if (space.payload_bytes, space.slot_class.block_size) != (payload_bytes, block_size):
+            raise NamespaceError(
+                f"namespace {namespace.hex()} has blocks of {space.slot_class.block_size} tokens and "
+                f"{space.payload_bytes} bytes on shard {shard}, not of {block_size} tokens and "
+                f"{payload_bytes} bytes; use the spec that it was registered with"
+            )
         return space
 
     def space(self, namespace: bytes, shard: Shard) -> Space | None:
@@ -130,14 +136,24 @@ class BlockPool:
     def stage(self, space: Space, count: int, rows: BlockRows | None = None) -> SlotArray:
         """Take up to ``count`` slots for writing, evicting where needed; fewer when all is in use.
 
-        With ``rows`` a second writer of the same blocks sees them PENDING.
+        With ``rows`` a second writer of the same blocks sees them PENDING, and what they hang from
+        is not evicted to make room for them. A prompt that names a block twice, which takes a
+        collision, gets no slot for the second and what follows it.
         """
-        slots = self._find_room(space.slot_class, count)
+        keys: list[bytes] = []
+        parent = NO_PARENT
+        if rows is not None and count:
+            keys = distinct_head(split_hashes(rows.hashes, 0, count))
+            count, parent = len(keys), self._parent_of(space, rows)
+        behind = slice(parent, parent + 1)  # nothing for NO_PARENT
+        self.occupancy.pins[behind] += 1
+        try:
+            slots = self._find_room(space.slot_class, count)
+        finally:
+            self.occupancy.pins[behind] -= 1
         self._move(slots, SlotState.FREE, SlotState.STAGED)
         self._space_of[slots] = space.number
-        if rows is not None:
-            keys = split_hashes(rows.hashes, 0, len(slots))
-            space.staged.update(zip(keys, slots.tolist(), strict=True))
+        space.staged.update(zip(keys, slots.tolist(), strict=False))
         return slots
 
     def commit(
@@ -146,26 +162,24 @@ class BlockPool:
         rows: BlockRows,
         checksums: Sequence[int] | None,
         *,
-        ahead: SlotArray,
         time: float,
     ) -> NDArray[np.bool_]:
         """Make staged slots READY under these identities; True for each that became visible.
 
         A block that is READY already, or being written by somebody else, stays STAGED and
         unnamed here. ``checksums`` None means that the payload has none yet (device memory).
-        ``ahead`` are the slots of the chain before these, so that the policy sees one request.
+        The policy sees one request: these blocks behind the chain that they hang from.
         """
         space = self._spaces[rows.namespace, rows.shard]
-        fresh = self._claim(space, slots, rows)
-        if fresh.all():
+        fresh = claim(space, rows, slots)
+        kept = np.flatnonzero(fresh)
+        if len(kept) < len(slots):
+            slots, rows = slots[kept], rows.pick(kept)
+            checksums = None if checksums is None else [checksums[block] for block in kept.tolist()]
+        if len(slots):
+            ahead = chain_up_to(self.occupancy, self._parent_of(space, rows), int(rows.indexes[0]))
             self._publish(space, slots, rows, checksums)
             self.touch(np.concatenate((ahead, slots)), len(ahead), time)
-            return fresh
-        kept = np.flatnonzero(fresh)
-        if len(kept):
-            sums = None if checksums is None else [checksums[block] for block in kept.tolist()]
-            self._publish(space, slots[kept], rows.pick(kept), sums)
-            self.touch(slots[kept], 0, time)
         return fresh
 
     def abort(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
@@ -189,7 +203,7 @@ class BlockPool:
         if len(slots):
             for extent, _, rows in self.extents.groups(slots):
                 extent.table.used_at[rows] = time
-            space = self._by_number[int(self._space_of[slots[0]])]
+            space = self._space_at(int(slots[0]))
             self._evictor(space.slot_class).touch(Touch(slots, hit_blocks, time, hints))
 
     def pin(self, slots: SlotArray, until: float) -> None:
@@ -236,7 +250,7 @@ class BlockPool:
 
     def rows_of(self, slots: SlotArray) -> BlockRows:
         """Identities of READY slots of one space."""
-        space = self._by_number[int(self._space_of[slots[0]])]
+        space = self._space_at(int(slots[0]))
         return BlockRows.join(
             [
                 extent.table.read_rows(rows, space.namespace, space.shard)
@@ -320,21 +334,10 @@ class BlockPool:
         for extent, _, rows in self.extents.groups(slots):
             extent.table.generation[rows] += np.uint64(1)
         for space, part in self._by_space(slots):
-            rows = self.rows_of(part)
-            unlink(space, self.occupancy, rows, part)
-            self.removed.append(Removed(space, rows.hashes, cause))
+            identities = self.rows_of(part)
+            unlink(space, self.occupancy, identities, part)
+            self.removed.append(Removed(space, identities.hashes, cause))
         self._move(slots, SlotState.READY, SlotState.FREE)
-
-    def _claim(self, space: Space, slots: SlotArray, rows: BlockRows) -> NDArray[np.bool_]:
-        """Which of the blocks nobody else has or writes; names of the slots are given up."""
-        keys = split_hashes(rows.hashes)
-        fresh = np.ones(len(keys), dtype=np.bool_)
-        for block, (key, slot) in enumerate(zip(keys, slots.tolist(), strict=True)):
-            writer = space.staged.get(key)
-            if writer == slot:
-                del space.staged[key]
-            fresh[block] = key not in space.ready and writer in (None, slot)
-        return fresh
 
     def _publish(
         self, space: Space, slots: SlotArray, rows: BlockRows, checksums: Sequence[int] | None
@@ -353,10 +356,8 @@ class BlockPool:
             extent.table.generation[table_rows] += np.uint64(1)
 
     def _unname(self, slots: SlotArray, rows: BlockRows | None) -> None:
-        if rows is None or not len(slots):
-            return
-        space = self._space_at(int(slots[0]))
-        unstage(space, split_hashes(rows.hashes), slots)
+        if rows is not None and len(slots):
+            unstage(self._space_at(int(slots[0])), split_hashes(rows.hashes), slots)
 
     def _move(self, slots: SlotArray, before: SlotState, after: SlotState) -> None:
         assert (self.extents.state[slots] == before).all(), f"expected slots to be {before.name}"
@@ -375,12 +376,13 @@ class BlockPool:
             for extent, positions, _ in self.extents.groups(slots)
         )
 
+    def _parent_of(self, space: Space, rows: BlockRows) -> int:
+        """Slot of what the first of ``rows`` hangs from, NO_PARENT where that is not READY."""
+        return space.ready.get(rows.parent_at(0), NO_PARENT)
+
     def _space_at(self, slot: int) -> Space:
         return self._by_number[int(self._space_of[slot])]
 
     def _by_space(self, slots: SlotArray) -> list[tuple[Space, SlotArray]]:
         numbers = self._space_of[slots]
-        return [
-            (self._by_number[number], slots[numbers == number])
-            for number in np.unique(numbers).tolist()
-        ]
+        return [(self._by_number[number], slots[numbers == number]) for number in np.unique(numbers).tolist()]

@@ -33,6 +33,12 @@ class NamespaceSpec:
     namespace: Namespace
     payload_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.payload_bytes is not None and self.payload_bytes < 1:
+            raise NamespaceError(
+                f"payload_bytes is {self.payload_bytes}, expected at least 1; leave it out to compute it"
+            )
+
     @property
     def root(self) -> Root:
         return self.namespace.root()
@@ -46,6 +52,8 @@ class NamespaceSpec:
 
         With more tp ranks than KV heads the heads are replicated, one a rank.
         """
+        if not (0 <= shard.tp_rank < shard.tp_size and 0 <= shard.pp_rank < shard.pp_size):
+            raise NamespaceError(f"shard {shard} has a rank beyond its size; ranks count from 0")
         if self.payload_bytes is not None:
             return self.payload_bytes
         shape = self.namespace.kv_shape
@@ -53,6 +61,11 @@ class NamespaceSpec:
             raise NamespaceError(
                 f"pp size {shard.pp_size} exceeds the {shape.layers} layers of "
                 f"{self.namespace.model}; use at most one rank a layer"
+            )
+        if shape.kv_heads % shard.tp_size and shard.tp_size % shape.kv_heads:
+            raise NamespaceError(
+                f"{shape.kv_heads} KV heads of {self.namespace.model} do not divide over tp size "
+                f"{shard.tp_size}; use one that divides them or is a multiple, or pass payload_bytes"
             )
         element = _DTYPE_BYTES.get(self.namespace.kv_dtype)
         if element is None:

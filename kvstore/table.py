@@ -147,11 +147,12 @@ class Table:
         )
 
     def agreement(self, rows: Rows, identities: BlockRows) -> int:
-        """How many leading rows have the parent, tokens and fingerprint that the caller knows.
+        """How many leading rows have the index, parent, tokens and fingerprint that the caller knows.
 
         Namespace, shard and hash are what the rows were found by, so they are not compared again.
         """
-        agreed = same_rows(self.parent[rows], hash_words(identities.parents))
+        agreed = same_rows(self.index[rows], identities.indexes)
+        agreed = min(agreed, same_rows(self.parent[rows], hash_words(identities.parents)))
         if identities.tokens is not None:
             agreed = min(agreed, same_rows(self.tokens[rows], identities.tokens))
         if identities.fingerprints is not None:

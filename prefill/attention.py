@@ -22,8 +22,8 @@ PAGED = "prefix_kv_paged"
 _TILE_QUERIES_MAX = 512
 _MASK_ELEMENTS_MAX = 1 << 23
 
-# Arguments that models pass along without any effect on a causal, unmasked attention. Whatever
-# else has a value changes the result in a way that is not implemented here.
+# Arguments that models pass along without any effect on causal attention, and values without one.
+# Whatever else has a value changes the result in a way that is not implemented here.
 _HARMLESS = frozenset(
     (
         "position_ids",
@@ -34,6 +34,7 @@ _HARMLESS = frozenset(
         "return_dict",
     )
 )
+_PLAIN = {"dropout": 0.0, "is_causal": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +128,17 @@ def paged_attention(  # noqa: PLR0913 - the signature is transformers'
 def _require_plain(
     module: torch.nn.Module, attention_mask: torch.Tensor | None, named: dict[str, object]
 ) -> None:
-    asked = {name: value for name, value in named.items() if name not in _HARMLESS and value is not None}
-    dropout, is_causal = asked.pop("dropout", 0.0), asked.pop("is_causal", True)
-    if attention_mask is None and not dropout and is_causal and not asked:
-        return
-    raise UnsupportedModelError(
-        f"{type(module).__name__} asks for attention with {', '.join(sorted(asked)) or 'a mask or dropout'}, "
-        "expected plain causal attention; choose a model without it"
-    )
+    asked = {**named, "attention_mask": attention_mask}
+    unusual = [
+        name
+        for name, value in asked.items()
+        if value is not None and name not in _HARMLESS and not (name in _PLAIN and value == _PLAIN[name])
+    ]
+    if unusual:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for attention with {', '.join(unusual)}, "
+            "expected plain causal attention; choose a model without it"
+        )
 
 
 def _attend_fresh(

@@ -15,3 +15,11 @@ class UnsupportedModelError(ModelError):
 
 class PromptError(PrefillError):
     """Tokens do not fit the model: none at all, an id out of range, or more than its context."""
+
+
+class RequestError(PrefillError):
+    """A request cannot be taken as it is: its id is in use, or it asks for what this call cannot do."""
+
+
+class HandoffError(PrefillError):
+    """A handoff cannot be read, or is of another model than this side runs."""

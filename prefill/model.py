@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -62,7 +64,7 @@ def load_model(
     weights = find_weights(name, cache_dir)
     config = _read_config(weights)
     _require_causal_interface(weights.name, config)
-    model = _read_weights(weights, dtype).to(device).eval()
+    model = _read_weights(weights, dtype, torch.device(device))
     spec = read_spec(weights.name, weights.weights_id, config, dtype)
     spec = replace(spec, eos_ids=_eos_ids(model))
     verify_paged_attention(model, spec)
@@ -95,7 +97,7 @@ def verify_paged_attention(model: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 @torch.inference_mode()
-def _own_logits(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
+def _own_logits(model: PreTrainedModel, tokens: NDArray[np.int64]) -> torch.Tensor:
     model.set_attn_implementation("eager")
     try:
         output = model(input_ids=torch.from_numpy(tokens).to(model.device).unsqueeze(0), use_cache=False)
@@ -105,7 +107,7 @@ def _own_logits(model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
     return logits
 
 
-def _paged_logits(model: PreTrainedModel, spec: ModelSpec, tokens: np.ndarray) -> torch.Tensor:
+def _paged_logits(model: PreTrainedModel, spec: ModelSpec, tokens: NDArray[np.int64]) -> torch.Tensor:
     blocks = -(-len(tokens) // _CHECK_BLOCK)
     slot = -(-spec.block_bytes(_CHECK_BLOCK) // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
     flat = torch.zeros(blocks * slot, dtype=torch.uint8, device=model.device)
@@ -126,7 +128,7 @@ def _read_config(weights: Weights) -> PreTrainedConfig:
 
 def _require_causal_interface(name: str, config: PreTrainedConfig) -> None:
     require_supported(name, config)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or not model_class.is_backend_compatible():
         raise UnsupportedModelError(
             f"model {name!r} ({config.model_type}) is no causal language model whose attention goes through "
@@ -134,11 +136,13 @@ def _require_causal_interface(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _read_weights(weights: Weights, dtype: torch.dtype) -> PreTrainedModel:
+def _read_weights(weights: Weights, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        # Untyped: with output_loading_info the call returns a pair, which its annotation leaves out.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             weights.folder,
             dtype=dtype,
+            device_map={"": device},
             attn_implementation=PAGED,
             use_safetensors=True,
             local_files_only=True,
@@ -146,6 +150,7 @@ def _read_weights(weights: Weights, dtype: torch.dtype) -> PreTrainedModel:
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise _unreadable(weights, error) from error
+    model, report = loaded
     absent = sorted(report["missing_keys"])
     if absent:
         raise ModelError(

@@ -2,8 +2,9 @@
 
 A block's payload is one run of bytes in the order of ``spec.LAYOUT``, at any offset that is a
 multiple of 64. Blocks of a sequence need not be near each other: one token's keys (or values) of
-one layer are a *row*, and rows are copied by index. Copying row by row costs about as much as
-copying whole runs (benchmarks), so there is one path for neighbours and for scattered blocks.
+one layer are a *row*, and rows are copied by index. For the 283 MB of 6,144 tokens of a 135M model this
+took 10.5 ms on two cores, and one strided copy of neighbouring blocks 10.4 ms: so there is one path
+for neighbours and for scattered blocks.
 """
 
 from __future__ import annotations
@@ -84,17 +85,16 @@ class KVMemory:
         """The payload of the block at ``offset``: a view of ``block_bytes`` bytes."""
         return self._memory[offset : offset + self.block_bytes]
 
-    def rows(self, table: BlockTable, start: int, stop: int) -> torch.Tensor:
-        """Row numbers of positions [start, stop) of a sequence, the same for all layers: int64."""
-        first, last = start // self.block_size, -(-stop // self.block_size)
-        assert 0 <= start < stop <= len(table) * self.block_size, (start, stop, len(table))
-        offsets = table.offsets[first:last]
+    def rows(self, table: BlockTable, tokens: int) -> torch.Tensor:
+        """Row numbers of a sequence's first ``tokens`` positions, the same for all layers: int64."""
+        blocks = -(-tokens // self.block_size)
+        assert 0 < blocks <= len(table), (tokens, len(table), self.block_size)
+        offsets = table.offsets[:blocks]
         assert 0 <= offsets.min() <= offsets.max() <= self._memory.numel() - self.block_bytes, offsets
         assert not (offsets % SLOT_ALIGN_BYTES).any(), offsets
         within = np.arange(self.block_size, dtype=np.int64) * self.spec.row_bytes
-        every = ((offsets[:, None] + within) // self._unit_bytes).reshape(-1)
-        begin = start - first * self.block_size
-        return torch.from_numpy(every[begin : begin + stop - start]).to(self.device)
+        rows = (offsets[:, None] + within) // self._unit_bytes
+        return torch.from_numpy(rows.reshape(-1)[:tokens]).to(self.device)
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the keys and values of one layer, each (1, kv_heads, tokens, head_size), into ``rows``.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from prefill.attention import PackedSpan, PagedStep
 from prefill.errors import PromptError
 from prefill.paged import BlockTable, KVMemory
+from prefill.spec import ModelSpec
 
 TokenArray = NDArray[np.integer]
 
@@ -44,15 +45,15 @@ class Runner:
         Raises PromptError, before anything is written, when a span does not fit the model.
         """
         assert spans
-        for span in spans:
-            self._require_fitting(span)
         memory = self._memory
+        for span in spans:
+            require_fitting(memory.spec, span.tokens, span.start + len(span.tokens))
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
         packed = []
         written = []
         for span, length, end in zip(spans, lengths, ends.tolist(), strict=True):
-            rows = memory.rows(span.table, 0, span.start + length)
+            rows = memory.rows(span.table, span.start + length)
             written.append(rows[span.start :])
             packed.append(PackedSpan(end - length, end, rows if span.start else None))
         step = PagedStep(memory, torch.cat(written), packed)
@@ -70,19 +71,19 @@ class Runner:
     def _batch(self, values: TokenArray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._memory.device).unsqueeze(0)
 
-    def _require_fitting(self, span: Span) -> None:
-        spec = self._memory.spec
-        if not len(span.tokens):
-            raise PromptError("0 tokens to compute, expected at least 1; give a prompt that is not empty")
-        stop = span.start + len(span.tokens)
-        if stop > spec.max_positions:
-            raise PromptError(
-                f"{stop} tokens, expected at most {spec.max_positions} for {spec.name!r}; "
-                "shorten the prompt or the output, or choose a model with a longer context"
-            )
-        low, high = int(span.tokens.min()), int(span.tokens.max())
-        if low < 0 or high >= spec.vocab_size:
-            raise PromptError(
-                f"token id {low if low < 0 else high}, expected 0 to {spec.vocab_size - 1} "
-                f"for {spec.name!r}; tokenize the prompt with this model's tokenizer"
-            )
+
+def require_fitting(spec: ModelSpec, tokens: TokenArray, stop: int) -> None:
+    """Raise PromptError when a model cannot compute ``tokens`` at positions that end at ``stop``."""
+    if not len(tokens):
+        raise PromptError("0 tokens to compute, expected at least 1; give a prompt that is not empty")
+    if stop > spec.max_positions:
+        raise PromptError(
+            f"{stop} tokens, expected at most {spec.max_positions} for {spec.name!r}; "
+            "shorten the prompt or the output, or choose a model with a longer context"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= spec.vocab_size:
+        raise PromptError(
+            f"token id {low if low < 0 else high}, expected 0 to {spec.vocab_size - 1} "
+            f"for {spec.name!r}; tokenize the prompt with this model's tokenizer"
+        )

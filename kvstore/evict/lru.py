@@ -44,12 +44,12 @@ class LRU:
         self._owner[known] = _NOBODY
 
     def orphan(self, slots: SlotArray) -> None:
-        for slot in slots.tolist():
-            owner = int(self._owner[slot]) if slot < len(self._owner) else _NOBODY
-            if owner == _NOBODY:
-                continue
+        known = slots[slots < len(self._owner)]
+        owners = self._owner[known]
+        # Newest first, so that the oldest end up in front.
+        for owner in np.unique(owners[owners != _NOBODY])[::-1].tolist():
             record = self._owned_by(owner)
-            unreachable = record[int(np.flatnonzero(record == slot)[0]) :]
+            unreachable = record[np.isin(record, known[owners == owner]).argmax() :]
             self._owner[unreachable] = self._first
             self._records[self._first] = unreachable
             self._records.move_to_end(self._first, last=False)

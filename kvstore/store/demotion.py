@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.block import BlockRows, Residency, SlotArray, TierName
-from kvstore.events import BlocksDropped, BlocksStored, BytesMoved, DropCause
+from kvstore.events import BlocksDropped, BytesMoved, DropCause
 from kvstore.store.parts import Parts
 from kvstore.tiers.base import SaveOutcome
 from kvstore.tiers.memory import MemoryTier, payload_checksum
@@ -22,7 +22,8 @@ _DROPS = {
 }
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
     """Blocks of one chain waiting to go down, pinned in the tier that they are in."""
 
     rows: BlockRows
@@ -48,21 +49,30 @@ class Demotions:
         self._mailbox = parts.mailbox
         self._options = parts.options
         self._clock = parts.clock
+        self._space = parts.space
+        self._report_stored = parts.report_stored
         self._emit = parts.bus.emit
         self._to_host: deque[Entry] = deque()
         self._to_redis: deque[Entry] = deque()
-        self._sending = 0
+        self._sending: list[Entry] = []
+        # What waits is pinned: however slow redis is, most of the pool stays free to be written to.
+        self._limit_bytes = min(parts.options.queue_bytes, self._host.pool.limit_bytes // 2)
         self.queued_bytes = 0
 
     @property
     def idle(self) -> bool:
         return not (self._to_host or self._to_redis or self._sending)
 
+    def pins(self, tier: TierName) -> list[SlotArray]:
+        """What is pinned in a tier until it has been copied."""
+        waiting = self._to_host if tier is TierName.DEVICE else (*self._to_redis, *self._sending)
+        return [entry.slots for entry in waiting]
+
     def offer(self, tier: TierName, rows: BlockRows, slots: SlotArray, payload_bytes: int) -> None:
         """Blocks became READY in ``tier``: queue them for the tier below."""
         if tier is TierName.HOST and isinstance(self._redis, NullTier):
             return
-        room = max(0, self._options.queue_bytes - self.queued_bytes) // payload_bytes
+        room = max(0, self._limit_bytes - self.queued_bytes) // payload_bytes
         below = TierName.HOST if tier is TierName.DEVICE else TierName.REDIS
         if room < len(slots):
             self._drop(below, rows, len(slots) - room, DropCause.QUEUE)
@@ -82,7 +92,7 @@ class Demotions:
         """Copy what waits for the host, and keep the workers busy with what waits for redis."""
         while self._to_host:
             self._copy_down(self._to_host.popleft())
-        while self._to_redis and self._sending < self._options.threads:
+        while self._to_redis and len(self._sending) < self._options.threads:
             self._send(self._to_redis.popleft())
 
     def _source(self) -> MemoryTier:
@@ -103,13 +113,10 @@ class Demotions:
     def _copy_down(self, entry: Entry) -> None:
         device, pool, size = self._source(), self._host.pool, entry.payload_bytes
         began = self._clock()
-        wanted = [
-            at for at, is_ in enumerate(pool.residency(entry.rows)) if is_ is Residency.MISS
-        ]
+        wanted = [at for at, is_ in enumerate(pool.residency(entry.rows)) if is_ is Residency.MISS]
         missing = np.array(wanted, dtype=np.int64)
         rows = entry.rows.pick(missing)
-        space = pool.space(rows.namespace, rows.shard)
-        assert space is not None
+        space = self._space(self._host, rows.namespace, rows.shard)
         slots = pool.stage(space, len(missing), rows)
         if len(slots) < len(missing):
             self._drop(TierName.HOST, rows, len(missing) - len(slots), DropCause.FULL)
@@ -122,36 +129,33 @@ class Demotions:
             return
         checksums = [payload_checksum(view) for view in self._host.views(slots, size)]
         now = self._clock()
-        ahead = pool.match(entry.rows.slice(0, int(missing[0]))).slots
-        pool.commit(slots, rows, checksums, ahead=ahead, time=now)
+        fresh = pool.commit(slots, rows, checksums, time=now)
+        assert fresh.all(), "a named staged slot is its block's only writer"
         moved = len(slots) * size
         self._emit(BytesMoved(now, TierName.DEVICE, TierName.HOST, moved, now - began))
-        self._emit(BlocksStored(now, TierName.HOST, rows.namespace, rows.shard, rows.hashes, size))
+        self._report_stored(TierName.HOST, rows, size)
         self.offer(TierName.HOST, rows, slots, size)
 
     def _send(self, entry: Entry) -> None:
         views = self._host.views(entry.slots, entry.payload_bytes)
         checksums = self._host.checksums(entry.slots)
-        began = self._clock()
-        self._sending += 1
+        began, seconds = self._clock(), self._options.flight_seconds
+        self._sending.append(entry)
         self._mailbox.submit(
-            lambda: self._redis.save(
-                entry.rows, views, checksums, began + self._options.flight_seconds
-            ),
+            lambda: self._redis.save(entry.rows, views, checksums, self._clock() + seconds),
             lambda outcomes: self._sent(entry, outcomes, began),
         )
 
     def _sent(self, entry: Entry, outcomes: list[SaveOutcome] | None, began: float) -> None:
-        self._sending -= 1
+        self._sending.remove(entry)
         self.queued_bytes -= entry.size
         self._host.pool.unpin(entry.slots)
         results = outcomes or [SaveOutcome.UNAVAILABLE] * len(entry.slots)
         rows, now, size = entry.rows, self._clock(), entry.payload_bytes
         stored = np.flatnonzero([outcome is SaveOutcome.STORED for outcome in results])
         if len(stored):
-            hashes = rows.pick(stored).hashes
             self._emit(BytesMoved(now, TierName.HOST, TierName.REDIS, len(stored) * size, now - began))
-            self._emit(BlocksStored(now, TierName.REDIS, rows.namespace, rows.shard, hashes, size))
+            self._report_stored(TierName.REDIS, rows.pick(stored), size)
         for outcome, cause in _DROPS.items():
             lost = results.count(outcome)
             if lost:

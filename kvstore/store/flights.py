@@ -9,8 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray, TierName
-from kvstore.events import BlocksDropped, BlocksStored, BytesMoved, DropCause
+from kvstore.block import HASH_BYTES, BlockRows, MissCause, Residency, Shard, SlotArray, TierName
+from kvstore.events import (
+    BlocksDropped,
+    BlocksRemoved,
+    BytesMoved,
+    DropCause,
+    RemovalCause,
+)
 from kvstore.index import Space
 from kvstore.lease import Lease
 from kvstore.store.parts import Parts
@@ -51,13 +57,18 @@ class Flights:
         extend: Callable[[Lease, Container[int]], None],
         landed: Callable[[Lease, int, MissCause | None], None],
     ) -> None:
-        """``extend(lease, fetched)`` is called when blocks arrived, ``landed(lease, end,
-        cause)`` when no more will: the flight ended at block ``end`` of its chain."""
+        """Made by the store, which is told what becomes of each lease that waits.
+
+        ``extend(lease, fetched)`` is called when blocks arrived, ``landed(lease, end, cause)`` when
+        no more will: at block ``end`` the flight broke for ``cause``, None if not for this lease.
+        """
         self._redis = parts.tiers.redis
         self._host = parts.tiers.host
         self._mailbox = parts.mailbox
         self._options = parts.options
         self._clock = parts.clock
+        self._space = parts.space
+        self._report_stored = parts.report_stored
         self._emit = parts.bus.emit
         self._extend = extend
         self._landed = landed
@@ -72,9 +83,7 @@ class Flights:
         key = (rows.namespace, shard, bytes(rows.hash_at(0)))
         flight = self._active.get(key)
         if flight is None:
-            space = self._host.pool.space(rows.namespace, shard)
-            assert space is not None
-            flight = Flight(rows, space, [], [key])
+            flight = Flight(rows, self._space(self._host, rows.namespace, shard), [], [key])
             self._active[key] = flight
             self._probe(flight)
         flight.waiters.append(lease)
@@ -103,6 +112,7 @@ class Flights:
         batches = self._cut_batches(flight, missing[: len(slots)], slots)
         flight.batches_left = len(batches)
         if not batches:
+            self._arrived(flight)
             self._finish(flight)
         for batch in batches:
             self._fetch(flight, batch)
@@ -118,23 +128,22 @@ class Flights:
             rows = flight.rows.pick(positions[part])
             batches.append(Batch(positions[part], slots[part], rows))
             for block in range(len(rows)):
+                # Who fetches a block carries it, also where another flight begins by asking for it.
                 key = (rows.namespace, rows.shard, bytes(rows.hash_at(block)))
-                if key not in self._active:
-                    self._active[key] = flight
-                    flight.keys.append(key)
+                self._active[key] = flight
+                flight.keys.append(key)
         return batches
 
     def _fetch(self, flight: Flight, batch: Batch) -> None:
         views = self._host.views(batch.slots, flight.space.payload_bytes)
-        began = self._clock()
+        began, seconds = self._clock(), self._options.flight_seconds
+        # Its time begins when a thread takes it up: it may wait behind other batches.
         self._mailbox.submit(
-            lambda: self._redis.load(batch.rows, views, began + self._options.flight_seconds),
+            lambda: self._redis.load(batch.rows, views, self._clock() + seconds),
             lambda result: self._fetched(flight, batch, result, began),
         )
 
-    def _fetched(
-        self, flight: Flight, batch: Batch, result: LoadResult | None, began: float
-    ) -> None:
+    def _fetched(self, flight: Flight, batch: Batch, result: LoadResult | None, began: float) -> None:
         count = len(batch.slots)
         outcome = result or LoadResult([MissCause.UNAVAILABLE] * count, [0] * count)
         good = np.array([cause is None for cause in outcome.causes], dtype=np.bool_)
@@ -142,11 +151,11 @@ class Flights:
         bad = np.flatnonzero(~good)
         if len(bad):
             self._host.pool.abort(batch.slots[bad], batch.rows.pick(bad))
+            self._report_corrupt(batch.rows, outcome)
             first = int(batch.positions[bad[0]])
             if first < flight.broke_at:
                 flight.broke_at, flight.cause = first, outcome.causes[int(bad[0])]
-        for lease in flight.waiters:
-            self._extend(lease, flight.fetched)
+        self._arrived(flight)
         flight.batches_left -= 1
         if flight.batches_left == 0:
             self._finish(flight)
@@ -159,26 +168,58 @@ class Flights:
             return
         slots, rows, now = batch.slots[kept], batch.rows.pick(kept), self._clock()
         sums = [checksums[block] for block in kept.tolist()]
-        fresh = self._host.pool.commit(slots, rows, sums, ahead=slots[:0], time=now)
-        # A named staged slot is its block's only writer, so nobody can have been faster.
-        assert fresh.all()
+        fresh = self._host.pool.commit(slots, rows, sums, time=now)
+        assert fresh.all(), "a named staged slot is its block's only writer"
         self._host.pool.pin(slots, now + self._options.flight_seconds)
         flight.held.append(slots)
         flight.fetched.update(slots.tolist())
         size = flight.space.payload_bytes
         self._emit(BytesMoved(now, TierName.REDIS, TierName.HOST, len(slots) * size, now - began))
-        self._emit(BlocksStored(now, TierName.HOST, rows.namespace, rows.shard, rows.hashes, size))
+        self._report_stored(TierName.HOST, rows, size)
+
+    def _arrived(self, flight: Flight) -> None:
+        for lease in flight.waiters:
+            self._extend(lease, flight.fetched)
 
     def _finish(self, flight: Flight) -> None:
         for key in flight.keys:
-            del self._active[key]
+            if self._active.get(key) is flight:
+                del self._active[key]
         waiters, flight.waiters = flight.waiters, []
+        ended = int(flight.rows.indexes[0]) + flight.broke_at
         for lease in waiters:
             lease.pending -= 1
-            self._landed(lease, int(flight.rows.indexes[0]) + flight.broke_at, flight.cause)
+            self._landed(lease, ended, flight.cause if _asked_for(lease, ended, flight) else None)
         for slots in flight.held:
             self._host.pool.unpin(slots)
+
+    def carry(self, lease: Lease) -> bool:
+        """Whether a flight is under way that brings the block at which the lease ends."""
+        chain, at = lease.chain, lease.blocks * HASH_BYTES
+        key = chain.hashes[at : at + HASH_BYTES]
+        return any((chain.namespace, shard, key) in self._active for shard in lease.shards)
+
+    def pins(self) -> list[SlotArray]:
+        """What flights hold in the host tier until they end."""
+        flights = {id(flight): flight for flight in self._active.values()}
+        return [slots for flight in flights.values() for slots in flight.held]
+
+    def _report_corrupt(self, rows: BlockRows, outcome: LoadResult) -> None:
+        """The redis tier deletes what fails its checksum; that block is gone for everybody."""
+        corrupt = [at for at, cause in enumerate(outcome.causes) if cause is MissCause.CORRUPT]
+        if corrupt:
+            hashes = rows.pick(np.array(corrupt, dtype=np.int64)).hashes
+            now, cause = self._clock(), RemovalCause.CORRUPT
+            self._emit(BlocksRemoved(now, TierName.REDIS, rows.namespace, rows.shard, hashes, cause))
 
     def _dropped(self, flight: Flight, blocks: int, cause: DropCause) -> None:
         now = self._clock()
         self._emit(BlocksDropped(now, TierName.HOST, flight.rows.namespace, blocks, cause))
+
+
+def _asked_for(lease: Lease, block: int, flight: Flight) -> bool:
+    """Whether the block at which a flight ended is the lease's too: another prompt may have begun it."""
+    if flight.broke_at == len(flight.rows):
+        return False
+    own = lease.chain.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+    return own == flight.rows.hash_at(flight.broke_at)

@@ -11,7 +11,7 @@ from kvstore.errors import LeaseError
 from kvstore.events import RequestSettled
 from kvstore.evict.base import Hints
 from kvstore.lease import Lease, LeaseTable, Segment
-from kvstore.store.local import LocalRun, credit, cut, local_run
+from kvstore.store.local import LocalRun, credit, cut, local_run, slots_in
 from kvstore.store.parts import Parts
 from kvstore.tiers.memory import MemoryTier
 
@@ -25,10 +25,11 @@ class Holding:
         self._tier: dict[TierName, MemoryTier] = {tier.name: tier for tier in parts.tiers.memory}
         self.leases = LeaseTable()
 
-    def open(
-        self, request: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], hints: Hints
-    ) -> Lease:
-        """A lease on the chain's leading local run; LeaseError if the request has another chain."""
+    def open(self, request: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], hints: Hints) -> Lease:
+        """A lease on the chain's leading local run; LeaseError if the request has another chain.
+
+        To ask again for what is held already renews it.
+        """
         known = self.leases.by_request(*request)
         if known is not None:
             if known.chain.hashes != chain.hashes or known.chain.namespace != chain.namespace:
@@ -36,6 +37,7 @@ class Holding:
                     f"request {request[1]!r} already holds lease {known.id} on another prompt; "
                     "release it, or use another request id"
                 )
+            self.renew(known)
             return known
         deadline = self._clock() + self._parts.options.lease_seconds
         lease = self.leases.open(request, chain, shards, deadline, hints)
@@ -47,9 +49,7 @@ class Holding:
         if lease.over or lease.blocks == len(lease.chain):
             return
         memory, chain = self._parts.tiers.memory, lease.chain
-        runs = {
-            shard: local_run(memory, chain.rows(shard, lease.blocks)) for shard in lease.shards
-        }
+        runs = {shard: local_run(memory, chain.rows(shard, lease.blocks)) for shard in lease.shards}
         # Ranks must not disagree: the promise is the minimum over shards.
         blocks = lease.blocks + min(run.blocks for run in runs.values())
         lease.cause = _shortest(runs).cause
@@ -61,35 +61,37 @@ class Holding:
                 segments = credit(segments, fetched)
             lease.segments.setdefault(shard, []).extend(segments)
             for segment in segments:
-                self.pin(lease, segment.tier, segment.slots)
+                self._tier[segment.tier].pool.pin(segment.slots, lease.deadline)
         lease.blocks = blocks
         self._touch(lease)
 
     def pin(self, lease: Lease, tier: TierName, slots: SlotArray) -> None:
-        """Hold slots for a lease until it ends."""
+        """Hold slots beside the promised run until the lease ends."""
         self._tier[tier].pool.pin(slots, lease.deadline)
         lease.held.append((tier, slots))
 
     def replace(self, lease: Lease, shard: Shard, segments: list[Segment]) -> None:
-        """Give a shard's run new places, pinned already; what the lease held before is unpinned."""
-        kept = {id(segment.slots) for segment in segments}
+        """Give a shard's run new places, which are pinned already; unpin what it leaves."""
+        for name, tier in self._tier.items():
+            before = slots_in(lease.segments.get(shard, ()), name)
+            tier.pool.unpin(before[~np.isin(before, slots_in(segments, name))])
         lease.segments[shard] = segments
-        still = []
-        for tier, slots in lease.held:
-            if id(slots) in kept:
-                still.append((tier, slots))
-            else:
-                self._tier[tier].pool.unpin(slots)
-        lease.held = still
 
     def renew(self, lease: Lease) -> None:
-        """Move the deadline out. A lease that ran out is taken again, perhaps shorter."""
-        if lease.over:
-            raise LeaseError(f"lease {lease.id} is over; acquire again")
+        """Move the deadline out."""
+        self.require_live(lease)
         deadline = self._clock() + self._parts.options.lease_seconds
         self.leases.renew(lease, deadline)
-        for tier, slots in lease.held:
+        for tier, slots in lease.pinned():
             self._tier[tier].pool.extend_lease(slots, deadline)
+
+    @staticmethod
+    def require_live(lease: Lease) -> None:
+        """LeaseError when a lease is over: its slots may be anybody's by now."""
+        if lease.over:
+            raise LeaseError(
+                f"lease {lease.id} of request {lease.request_id!r} is over; acquire again, and renew in time"
+            )
 
     def release(self, lease: Lease, used_blocks: int | None = None) -> None:
         """Unpin and count the request, once. Idempotent.
@@ -98,7 +100,7 @@ class Holding:
         """
         if lease.over:
             return
-        for tier, slots in lease.held:
+        for tier, slots in lease.pinned():
             self._tier[tier].pool.unpin(slots)
         self.leases.close(lease)
         used = lease.blocks if used_blocks is None else min(used_blocks, lease.blocks)
@@ -111,17 +113,15 @@ class Holding:
 
     def pins(self, tier: TierName) -> SlotArray:
         """All slots that leases hold in a tier, one entry a pin."""
-        held = [slots for lease in self.leases for name, slots in lease.held if name is tier]
+        held = [slots for lease in self.leases for name, slots in lease.pinned() if name is tier]
         return np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
 
     def _touch(self, lease: Lease) -> None:
         now = self._clock()
         for segments in lease.segments.values():
             for name, tier in self._tier.items():
-                own = [segment.slots for segment in segments if segment.tier is name]
-                if own:
-                    slots = own[0] if len(own) == 1 else np.concatenate(own)
-                    tier.pool.touch(slots, len(slots), now, lease.hints)
+                slots = slots_in(segments, name)
+                tier.pool.touch(slots, len(slots), now, lease.hints)
 
     def _settled(self, lease: Lease, used: int) -> RequestSettled:
         size, chain = lease.chain.root.block_size, lease.chain
@@ -142,9 +142,7 @@ class Holding:
             left -= hits.get(tier.name, 0)
         if lease.asked_redis:
             asked[TierName.REDIS] = lease.asked_redis * size
-        return RequestSettled(
-            self._clock(), chain.namespace, chain.prompt_tokens, hits, misses, asked
-        )
+        return RequestSettled(self._clock(), chain.namespace, chain.prompt_tokens, hits, misses, asked)
 
 
 def _shortest(runs: dict[Shard, LocalRun]) -> LocalRun:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from kvstore.block import BlockRows, MissCause, TierName
+from kvstore.block import BlockRows, MissCause, SlotArray, TierName
 from kvstore.lease import Segment
 from kvstore.tiers.memory import MemoryTier
 
@@ -44,13 +45,15 @@ def local_run(tiers: Sequence[MemoryTier], rows: BlockRows) -> LocalRun:
     return LocalRun(segments, position, cause)
 
 
+def slots_in(segments: Iterable[Segment], tier: TierName) -> SlotArray:
+    """The slots of the segments that are in a tier, in chain order."""
+    own = [segment.slots for segment in segments if segment.tier is tier]
+    return np.concatenate(own) if own else np.zeros(0, dtype=np.int64)
+
+
 def cut(segments: list[Segment], stop: int) -> list[Segment]:
     """The part of the segments that is before block ``stop``."""
-    return [
-        Segment(s.tier, s.start, s.slots[: stop - s.start], s.source)
-        for s in segments
-        if s.start < stop
-    ]
+    return [Segment(s.tier, s.start, s.slots[: stop - s.start], s.source) for s in segments if s.start < stop]
 
 
 def credit(segments: list[Segment], fetched: Container[int]) -> list[Segment]:
@@ -62,7 +65,7 @@ def credit(segments: list[Segment], fetched: Container[int]) -> list[Segment]:
             continue
         from_redis = np.fromiter((slot in fetched for slot in segment.slots.tolist()), np.bool_)
         edges = [0, *(np.flatnonzero(np.diff(from_redis)) + 1).tolist(), len(from_redis)]
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for start, stop in pairwise(edges):
             source = TierName.REDIS if from_redis[start] else segment.source
             part = segment.slots[start:stop]
             credited.append(Segment(segment.tier, segment.start + start, part, source))

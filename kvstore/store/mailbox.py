@@ -23,13 +23,21 @@ class Mailbox:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-io")
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = wake
+        self._closed = False
+        self.pending = 0
+        """Pieces of work whose continuation has not been run."""
 
     def submit(self, work: Callable[[], _T], then: Callable[[_T | None], None]) -> None:
         """Run ``work`` on a thread, then ``then(result)`` in a later ``collect``.
 
-        ``then`` gets None when the work raised or was cancelled: tiers answer with outcomes, so
-        that is a defect, logged with its traceback, and it must not hang those who wait.
+        ``then`` gets None when the work raised, was cancelled or came after ``close``. Tiers answer
+        with outcomes, so an exception is a defect, logged with its traceback, and it must not hang
+        those who wait.
         """
+        self.pending += 1
+        if self._closed:
+            self._done.put(lambda: then(None))
+            return
 
         def finished(future: Future[_T]) -> None:
             result = None
@@ -46,16 +54,24 @@ class Mailbox:
         self._executor.submit(work).add_done_callback(finished)
 
     def collect(self, timeout: float = 0.0) -> bool:
-        """Run the continuations that are due, waiting up to ``timeout`` for the first."""
+        """Run the continuations that are due, waiting up to ``timeout`` for the first if one is to come."""
+        if not self.pending:
+            return False
         try:
-            self._done.get(timeout=timeout)() if timeout > 0 else self._done.get_nowait()()
+            then = self._done.get(timeout=timeout) if timeout > 0 else self._done.get_nowait()
         except queue.Empty:
             return False
+        self._go_on(then)
         while not self._done.empty():
-            self._done.get_nowait()()
+            self._go_on(self._done.get_nowait())
         return True
 
     def close(self) -> None:
-        """Let running work end (it has deadlines), drop what has not begun."""
+        """Let running work end (it has deadlines), drop what has not begun. Idempotent."""
+        self._closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
         self.collect()
+
+    def _go_on(self, then: Callable[[], None]) -> None:
+        self.pending -= 1
+        then()

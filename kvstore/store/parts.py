@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvstore.block import TierName
-from kvstore.events import BlocksRemoved, EventBus
+from kvstore.block import BlockRows, Shard, TierName
+from kvstore.errors import NamespaceError
+from kvstore.events import BlocksRemoved, BlocksStored, EventBus
+from kvstore.index import Space
 from kvstore.store.mailbox import Mailbox
 from kvstore.store.options import StoreOptions
 from kvstore.tiers.base import Tier
@@ -39,13 +41,27 @@ class Parts:
     mailbox: Mailbox
     bus: EventBus
 
+    def space(self, tier: MemoryTier, namespace: bytes, shard: Shard) -> Space:
+        """Where a registered namespace's blocks are in a tier."""
+        space = tier.pool.space(namespace, shard)
+        if space is None:
+            raise NamespaceError(
+                f"namespace {namespace.hex()} has no shard {shard} here; register it with that shard"
+            )
+        return space
+
+    def report_stored(self, tier: TierName, rows: BlockRows, payload_bytes: int) -> None:
+        """Blocks became readable. Removals go first: what was evicted may be what has come back."""
+        self.report_removed()
+        self.bus.emit(
+            BlocksStored(self.clock(), tier, rows.namespace, rows.shard, rows.hashes, payload_bytes)
+        )
+
     def report_removed(self) -> None:
         """Turn what the pools have given up into events; called after whatever may evict."""
         for tier in self.tiers.memory:
             if tier.pool.removed:
                 now = self.clock()
                 for space, hashes, cause in tier.pool.removed:
-                    self.bus.emit(
-                        BlocksRemoved(now, tier.name, space.namespace, space.shard, hashes, cause)
-                    )
+                    self.bus.emit(BlocksRemoved(now, tier.name, space.namespace, space.shard, hashes, cause))
                 tier.pool.removed.clear()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import takewhile
 
-from kvstore.block import Shard, SlotArray
-from kvstore.events import BlocksStored, BytesMoved
+from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
+from kvstore.events import BytesMoved
 from kvstore.lease import Lease, Segment
 from kvstore.store.holding import Holding
-from kvstore.store.local import cut
+from kvstore.store.local import cut, slots_in
 from kvstore.store.parts import Parts
 
 
@@ -17,43 +17,62 @@ def promote(parts: Parts, holding: Holding, lease: Lease, shard: Shard) -> int:
     top = parts.tiers.memory[0]
     placed: list[Segment] = []
     for segment in lease.segments.get(shard, []):
-        if segment.tier is top.name:
-            placed.append(segment)
-            continue
-        ahead = [s.slots for s in placed]
-        slots = _copy_up(parts, lease, shard, segment, np.concatenate(ahead) if ahead else None)
-        if len(slots):
-            placed.append(Segment(top.name, segment.start, slots, segment.source))
-            holding.pin(lease, top.name, slots)
-        if len(slots) < len(segment.slots):
+        raised = [segment] if segment.tier is top.name else _raise(parts, lease, segment)
+        placed += raised
+        if not raised or raised[-1].stop < segment.stop:
             break
     blocks = placed[-1].stop if placed else 0
-    for other in lease.shards:
-        if other != shard:
-            holding.replace(lease, other, cut(lease.segments[other], blocks))
+    if blocks < lease.blocks:
+        ended_by = top.pool.match(lease.chain.rows(shard, blocks, lease.blocks)).cause
+        lease.cause = ended_by if ended_by is MissCause.COLLISION else MissCause.QUOTA
+        for other in lease.shards:
+            if other != shard:
+                holding.replace(lease, other, cut(lease.segments[other], blocks))
     holding.replace(lease, shard, placed)
     lease.blocks = blocks
+    top.pool.touch(slots_in(placed, top.name), blocks, parts.clock(), lease.hints)
     return blocks
 
 
-def _copy_up(
-    parts: Parts, lease: Lease, shard: Shard, segment: Segment, ahead: SlotArray | None
-) -> SlotArray:
+def _raise(parts: Parts, lease: Lease, segment: Segment) -> list[Segment]:
+    """The segment's places in the fastest tier, pinned for the lease: as much as there is room for.
+
+    Since the lease was taken, others may have brought some of the blocks up.
+    """
+    pool = parts.tiers.memory[0].pool
+    rows = parts.tiers.host.pool.rows_of(segment.slots)
+    raised: list[Segment] = []
+    position = 0
+    while position < len(rows):
+        left = rows.slice(position, len(rows))
+        slots = pool.match(left).slots
+        if not len(slots):
+            slots = _copy_up(parts, left, segment.slots[position:])
+        if not len(slots):
+            break
+        pool.pin(slots, lease.deadline)
+        name, start = parts.tiers.memory[0].name, segment.start + position
+        raised.append(Segment(name, start, slots, segment.source))
+        position += len(slots)
+    return raised
+
+
+def _copy_up(parts: Parts, rows: BlockRows, places: SlotArray) -> SlotArray:
+    """Copy the leading blocks that the fastest tier lacks from their places in the host tier."""
     top, host = parts.tiers.memory[0], parts.tiers.host
-    rows = lease.chain.rows(shard, segment.start, segment.stop)
-    space = top.pool.space(rows.namespace, shard)
-    assert space is not None
+    space = parts.space(top, rows.namespace, rows.shard)
+    lacking = list(takewhile(lambda is_: is_ is Residency.MISS, top.pool.residency(rows)))
     began = parts.clock()
-    slots = top.pool.stage(space, len(rows), rows)
+    slots = top.pool.stage(space, len(lacking), rows.slice(0, len(lacking)))
+    if not len(slots):
+        return slots
     rows = rows.slice(0, len(slots))
-    memory, offsets = host.locate(segment.slots[: len(slots)])
+    memory, offsets = host.locate(places[: len(slots)])
     top.write_slots(slots, space.payload_bytes, memory, offsets)
     now = parts.clock()
-    before = slots[:0] if ahead is None else ahead
-    fresh = top.pool.commit(slots, rows, None, ahead=before, time=now)
-    # The local run would have found a block that the fastest tier had already.
-    assert fresh.all()
+    fresh = top.pool.commit(slots, rows, None, time=now)
+    assert fresh.all(), "a named staged slot is its block's only writer"
     size = space.payload_bytes
     parts.bus.emit(BytesMoved(now, host.name, top.name, len(slots) * size, now - began))
-    parts.bus.emit(BlocksStored(now, top.name, rows.namespace, shard, rows.hashes, size))
+    parts.report_stored(top.name, rows, size)
     return slots

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvstore.block import WHOLE, Chain, MissCause, Shard, SlotArray, TierName
+from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, SlotArray, TierName
 from kvstore.errors import NamespaceError
 from kvstore.events import EventBus, Listener, TokensProbed
 from kvstore.evict.base import NO_HINTS, Hints
@@ -29,7 +30,7 @@ from kvstore.store.parts import Parts, Tiers
 from kvstore.store.promotion import promote
 from kvstore.store.write import Write
 from kvstore.store.writes import Writes
-from kvstore.tiers.base import TierStatus
+from kvstore.tiers.base import Tier, TierStatus
 from kvstore.tiers.null import NullTier
 
 _DEFAULTS = StoreOptions()
@@ -73,12 +74,12 @@ class TieredStore:
 
     def register(self, spec: NamespaceSpec, shards: tuple[Shard, ...] = (WHOLE,)) -> None:
         """Make a namespace known, with the size of its blocks on each shard."""
-        self._specs[spec.root.digest] = spec
         self._parts.tiers.host.describe(spec)
         for shard in shards:
             for tier in self._parts.tiers.memory:
                 size = spec.payload_bytes_on(shard)
                 tier.pool.open_space(spec.root.digest, shard, size, spec.block_size)
+        self._specs[spec.root.digest] = spec
 
     def lookup(self, chain: Chain, shard: Shard = WHOLE, *, ask_redis: bool = True) -> Lookup:
         """Where a prompt's blocks are. Changes nothing, counts no hit.
@@ -86,23 +87,22 @@ class TieredStore:
         Redis is asked on the caller's thread, for at most ``probe_seconds``; its part of the run
         is unverified.
         """
-        self._require(chain)
+        self._require(chain, (shard,))
         rows, size = chain.rows(shard), chain.root.block_size
         run = local_run(self._parts.tiers.memory, rows)
         served: dict[TierName, int] = {}
         for segment in run.segments:
             served[segment.tier] = served.get(segment.tier, 0) + len(segment.slots) * size
-        alone = {
-            tier.name: len(tier.pool.match(rows).slots) * size for tier in self._parts.tiers.memory
-        }
+        alone = {tier.name: len(tier.pool.match(rows).slots) * size for tier in self._parts.tiers.memory}
         matched = run.blocks
         if ask_redis and not isinstance(self._parts.tiers.redis, NullTier):
-            deadline = self._clock() + self._parts.options.probe_seconds
-            in_redis = self._parts.tiers.redis.match(rows, deadline)
-            alone[TierName.REDIS] = in_redis * size
-            if in_redis > matched:
-                served[TierName.REDIS] = (in_redis - matched) * size
-                matched = in_redis
+            redis, deadline = self._parts.tiers.redis, self._clock() + self._parts.options.probe_seconds
+            own = redis.match(rows, deadline)
+            # A run may go on in redis without its head, which an eviction may have taken.
+            matched = max(own, matched + redis.match(rows.slice(matched, len(rows)), deadline))
+            alone[TierName.REDIS] = own * size
+            if matched > run.blocks:
+                served[TierName.REDIS] = (matched - run.blocks) * size
         self._parts.bus.emit(TokensProbed(self._clock(), chain.namespace, chain.prompt_tokens))
         verified = run.blocks * size if chain.tokens is not None else 0
         return Lookup(matched * size, verified, served, alone)
@@ -118,10 +118,11 @@ class TieredStore:
     ) -> Lease:
         """Pin the leading run that is resident, and begin to promote what follows it from redis.
 
-        Idempotent: the same request gets the same lease, with its progress. ``wait`` for the part
-        that is ``pending``. The lease ends by ``release``, or when nobody renews it.
+        Idempotent: the same request gets the same lease, with its progress, and renews it. ``wait``
+        for the part that is ``pending``. The lease ends by ``release``, or when nobody renews it;
+        who then acquires again gets what is still there.
         """
-        self._require(chain)
+        self._require(chain, shards)
         known = len(self._holding.leases)
         lease = self._holding.open((owner, request_id), chain, shards, hints)
         if len(self._holding.leases) > known and lease.blocks < len(chain):
@@ -137,8 +138,9 @@ class TieredStore:
     def promote(self, lease: Lease, shard: Shard = WHOLE) -> int:
         """Copy the promised blocks to the fastest tier; the blocks of the run that are there now.
 
-        When that tier is full of leases the run is cut to what fits.
+        When that tier is full of leases the run is cut to what fits. LeaseError when it is over.
         """
+        self._holding.require_live(lease)
         blocks = promote(self._parts, self._holding, lease, shard)
         self._parts.report_removed()
         return blocks
@@ -153,7 +155,7 @@ class TieredStore:
 
     def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0) -> Write:
         """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier."""
-        self._require(chain)
+        self._require(chain, (shard,))
         write = self._writes.begin(chain, shard, first_block)
         self._parts.report_removed()
         return write
@@ -168,16 +170,24 @@ class TieredStore:
         self._parts.report_removed()
         return slots
 
-    def publish(
-        self, lease: Lease, first_block: int, slots: SlotArray, shard: Shard = WHOLE
-    ) -> SlotArray:
-        """Make computed blocks readable as blocks ``first_block`` … of the lease's chain.
+    def offsets(self, slots: SlotArray) -> NDArray[np.int64]:
+        """Byte offset of each slot in the fastest tier's memory."""
+        return self._parts.tiers.memory[0].pool.extents.offsets(slots)
 
-        The lease holds what became visible. Returned are the slots that did not, because somebody
-        else had those blocks already: they stay the caller's.
+    def room(self, namespace: bytes, shard: Shard = WHOLE) -> int:
+        """Blocks of a namespace that the fastest tier can hold when it holds nothing else."""
+        pool = self._parts.tiers.memory[0].pool
+        space = pool.space(namespace, shard)
+        return 0 if space is None else pool.extents.most_slots(space.slot_class)
+
+    def publish(self, lease: Lease, rows: BlockRows, slots: SlotArray) -> SlotArray:
+        """Make computed blocks readable under the identities ``rows``; ``lease`` holds them too.
+
+        Returned are the slots that did not become visible, because somebody else had those blocks
+        already: they stay the caller's. LeaseError when the lease is over, and nothing is visible.
         """
-        rows = lease.chain.rows(shard, first_block, first_block + len(slots))
-        fresh = self._writes.publish(rows, slots, self._device_run(lease, shard, first_block))
+        self._holding.require_live(lease)
+        fresh = self._writes.publish(rows, slots)
         if len(fresh):
             self._holding.pin(lease, self._parts.tiers.memory[0].name, fresh)
         return slots[~np.isin(slots, fresh)]
@@ -210,8 +220,13 @@ class TieredStore:
         return {tier.name: tier.pool.usage() for tier in self._parts.tiers.memory}
 
     def status(self) -> dict[TierName, TierStatus]:
-        tiers = (*self._parts.tiers.memory, self._parts.tiers.redis)
+        tiers: tuple[Tier, ...] = (*self._parts.tiers.memory, self._parts.tiers.redis)
         return {tier.name: tier.status() for tier in tiers}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way between tiers."""
+        return self._demotions.idle and not self._parts.mailbox.pending
 
     @property
     def leases(self) -> int:
@@ -220,17 +235,20 @@ class TieredStore:
 
     def check(self) -> None:
         """AssertionError when the books of a pool do not balance. For tests and when idle."""
-        quiet = self._demotions.idle and not len(self._flights)
         for tier in self._parts.tiers.memory:
-            check_pool(tier.pool, self._holding.pins(tier.name) if quiet else None)
+            pins = [self._holding.pins(tier.name), *self._demotions.pins(tier.name)]
+            if tier is self._parts.tiers.host:
+                pins += self._flights.pins()
+            check_pool(tier.pool, np.concatenate(pins))
 
     def close(self) -> None:
         """Let running transfers end and close every tier. What is queued is lost."""
         self._parts.mailbox.close()
-        for tier in (*self._parts.tiers.memory, self._parts.tiers.redis):
+        tiers: tuple[Tier, ...] = (*self._parts.tiers.memory, self._parts.tiers.redis)
+        for tier in tiers:
             tier.close()
 
-    def _require(self, chain: Chain) -> None:
+    def _require(self, chain: Chain, shards: tuple[Shard, ...]) -> None:
         spec = self._specs.get(chain.namespace)
         if spec is None:
             raise NamespaceError(
@@ -241,26 +259,29 @@ class TieredStore:
                 f"the request has block size {chain.root.block_size}, its namespace has "
                 f"{spec.block_size}; hash with the namespace's own root"
             )
+        if not shards:
+            raise NamespaceError("the request names no shard; name those of all ranks that read it")
+        for shard in shards:
+            self._parts.space(self._parts.tiers.host, chain.namespace, shard)
 
     def _ask_redis(self, lease: Lease) -> None:
-        if isinstance(self._parts.tiers.redis, NullTier):
+        # What comes from redis is kept under its tokens; who has none gets what is here.
+        if isinstance(self._parts.tiers.redis, NullTier) or lease.chain.fingerprints is None:
             return
         lease.asked_redis = max(lease.asked_redis, len(lease.chain) - lease.blocks)
-        lease.asked_at = lease.blocks
+        lease.asked_at, lease.broke = lease.blocks, None
         for shard in lease.shards:
             self._flights.join(lease, shard)
 
     def _landed(self, lease: Lease, ended_at: int, cause: MissCause | None) -> None:
-        """A flight that the lease waited for is over; it ended at block ``ended_at``."""
+        """A flight that the lease waited for is over: it broke for ``cause``, or never did."""
+        if cause is not None and (lease.broke is None or ended_at < lease.broke[0]):
+            lease.broke = ended_at, cause
         if lease.over or lease.pending or lease.blocks == len(lease.chain):
             return
-        if lease.blocks > lease.asked_at and (cause is None or lease.blocks != ended_at):
-            # It was another prompt's flight, and it went as far as both agree.
+        if lease.broke is not None and lease.broke[0] == lease.blocks:
+            if lease.cause is not MissCause.COLLISION:
+                lease.cause = lease.broke[1]
+        elif lease.blocks > lease.asked_at or self._flights.carry(lease):
+            # It was another prompt's flight, and it went as far as both agree; or another's goes on.
             self._ask_redis(lease)
-        elif lease.cause is not MissCause.COLLISION and cause is not None:
-            lease.cause = cause
-
-    def _device_run(self, lease: Lease, shard: Shard, stop: int) -> SlotArray:
-        pool = self._parts.tiers.memory[0].pool
-        ahead = pool.match(lease.chain.rows(shard, 0, stop)).slots
-        return ahead if len(ahead) == stop else ahead[:0]

@@ -35,14 +35,14 @@ class Write:
 
     host: HostTier
     space: Space
-    ahead: SlotArray
     rows: BlockRows
     status: list[BlockStatus]
     positions: SlotArray
     slots: SlotArray
     deadline: float
     clock: Callable[[], float]
-    committed: Callable[[Write, BlockRows, SlotArray], None]
+    over: Callable[[Write, BlockRows | None], None]
+    """Called once: with the identities that became visible, or None after an abort."""
     open: bool = True
     quarantined: bool = False
     payloads: list[Payload] = field(init=False)
@@ -69,10 +69,11 @@ class Write:
                 "block whose status is yours"
             )
         self.open = False
+        rows = self._own_rows()
         if len(self.slots):
-            rows = self._own_rows()
-            self.host.pool.commit(self.slots, rows, sums, ahead=self.ahead, time=self.clock())
-            self.committed(self, rows, self.slots)
+            fresh = self.host.pool.commit(self.slots, rows, sums, time=self.clock())
+            assert fresh.all(), "a named staged slot is its block's only writer"
+        self.over(self, rows)
 
     def abort(self) -> None:
         """Give the slots back, which also acknowledges a deadline that has passed. Idempotent."""
@@ -83,6 +84,7 @@ class Write:
             self.host.pool.unquarantine(self.slots)
         else:
             self.host.pool.abort(self.slots, self._own_rows())
+        self.over(self, None)
 
     def expire(self) -> None:
         """The deadline passed and the writer may yet write: nobody gets its slots."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.block import BlockRows, Chain, Residency, Shard, SlotArray, TierName
-from kvstore.errors import NamespaceError, WriteError
-from kvstore.events import BlocksDropped, BlocksStored, DropCause
+from kvstore.errors import WriteError
+from kvstore.events import BlocksDropped, DropCause
 from kvstore.index import Space
 from kvstore.store.demotion import Demotions
 from kvstore.store.parts import Parts
 from kvstore.store.write import BlockStatus, Write
+from kvstore.tiers.memory import payload_checksum
 
 _STATUS = {
     Residency.READY: BlockStatus.PRESENT,
@@ -25,7 +26,7 @@ class Writes:
     def __init__(self, parts: Parts, demotions: Demotions) -> None:
         self._parts = parts
         self._demotions = demotions
-        self._open: list[Write] = []
+        self._open: dict[int, Write] = {}
 
     def begin(self, chain: Chain, shard: Shard, first_block: int) -> Write:
         """Stage slots for the blocks that nobody has or writes. Tails are refused when full."""
@@ -36,79 +37,71 @@ class Writes:
                 f"first_block is {first_block}, but the chain has {len(chain)} blocks; expected "
                 f"0 … {len(chain)}"
             )
-        pool, clock = self._parts.tiers.host.pool, self._parts.clock
-        space = self._space(pool.space(chain.namespace, shard), chain.namespace, shard)
+        host, clock = self._parts.tiers.host, self._parts.clock
+        pool, space = host.pool, self._parts.space(host, chain.namespace, shard)
         rows = chain.rows(shard, first_block)
         match = pool.match(chain.rows(shard))
         status = [_STATUS[residency] for residency in pool.residency(rows)]
         self._refuse_collisions(rows, status, len(match.slots) - first_block)
-        wanted = np.array(
-            [at for at, is_ in enumerate(status) if is_ is BlockStatus.YOURS], dtype=np.int64
-        )
-        # What the new blocks hang from must not be evicted to make room for them.
-        pool.pin(match.slots, clock())
+        wanted = np.array([at for at, is_ in enumerate(status) if is_ is BlockStatus.YOURS], dtype=np.int64)
         slots = pool.stage(space, len(wanted), rows.pick(wanted))
-        pool.unpin(match.slots)
         for at in wanted[len(slots) :].tolist():
             status[at] = BlockStatus.REFUSED
         if len(slots) < len(wanted):
             self._drop(rows, len(wanted) - len(slots), DropCause.FULL)
         write = Write(
-            host=self._parts.tiers.host,
+            host=host,
             space=space,
-            ahead=match.slots[: first_block + int(wanted[0])] if len(slots) else match.slots,
             rows=rows,
             status=status,
             positions=wanted[: len(slots)],
             slots=slots,
             deadline=clock() + self._parts.options.write_seconds,
             clock=clock,
-            committed=self._committed,
+            over=self._over,
         )
-        self._open.append(write)
+        self._open[id(write)] = write
         return write
 
     def reserve(self, namespace: bytes, shard: Shard, count: int) -> SlotArray:
         """Unnamed staged slots in the fastest tier."""
-        pool = self._parts.tiers.memory[0].pool
-        return pool.stage(self._space(pool.space(namespace, shard), namespace, shard), count)
-
-    def publish(self, rows: BlockRows, slots: SlotArray, ahead: SlotArray) -> SlotArray:
-        """Commit computed blocks in the fastest tier; the slots that became visible."""
         tier = self._parts.tiers.memory[0]
-        space = self._space(tier.pool.space(rows.namespace, rows.shard), rows.namespace, rows.shard)
-        now = self._parts.clock()
-        fresh = np.flatnonzero(tier.pool.commit(slots, rows, None, ahead=ahead, time=now))
+        return tier.pool.stage(self._parts.space(tier, namespace, shard), count)
+
+    def publish(self, rows: BlockRows, slots: SlotArray) -> SlotArray:
+        """Commit computed blocks in the fastest tier; the slots that became visible."""
+        if rows.tokens is None or rows.fingerprints is None or len(rows) != len(slots):
+            raise WriteError(
+                f"{len(rows)} identities for {len(slots)} slots to publish; give one a slot, with its tokens"
+            )
+        tier, host = self._parts.tiers.memory[0], self._parts.tiers.host
+        space = self._parts.space(tier, rows.namespace, rows.shard)
+        # The host's checksums go to redis as they are; device memory is summed when it is copied down.
+        views = host.views(slots, space.payload_bytes) if tier is host else None
+        sums = None if views is None else [payload_checksum(view) for view in views]
+        fresh = np.flatnonzero(tier.pool.commit(slots, rows, sums, time=self._parts.clock()))
         if len(fresh):
             self._stored(tier.name, rows.pick(fresh), slots[fresh], space)
         return slots[fresh]
 
     def expire(self) -> None:
-        """Quarantine the slots of writers whose deadline has passed; forget finished writes."""
+        """Quarantine the slots of writers whose deadline has passed."""
         now = self._parts.clock()
-        still_open: list[Write] = []
-        for write in self._open:
-            if not write.open:
-                continue
-            still_open.append(write)
+        for write in self._open.values():
             if now > write.deadline and not write.quarantined:
                 write.expire()
                 self._drop(write.rows, len(write.slots), DropCause.DEADLINE)
-        self._open = still_open
 
-    def _committed(self, write: Write, rows: BlockRows, slots: SlotArray) -> None:
-        self._stored(TierName.HOST, rows, slots, write.space)
+    def _over(self, write: Write, rows: BlockRows | None) -> None:
+        del self._open[id(write)]
+        if rows is not None and len(rows):
+            self._stored(TierName.HOST, rows, write.slots, write.space)
 
     def _stored(self, tier: TierName, rows: BlockRows, slots: SlotArray, space: Space) -> None:
-        now = self._parts.clock()
-        self._parts.bus.emit(
-            BlocksStored(now, tier, rows.namespace, rows.shard, rows.hashes, space.payload_bytes)
-        )
+        self._parts.report_stored(tier, rows, space.payload_bytes)
         self._demotions.offer(tier, rows, slots, space.payload_bytes)
 
-    def _refuse_collisions(
-        self, rows: BlockRows, status: list[BlockStatus], resident: int
-    ) -> None:
+    def _refuse_collisions(self, rows: BlockRows, status: list[BlockStatus], resident: int) -> None:
         """Refuse what hangs below a resident block that is not what its hash says here.
 
         Past the verified leading run a block may be resident after a gap: then its own tokens
@@ -125,11 +118,3 @@ class Writes:
     def _drop(self, rows: BlockRows, blocks: int, cause: DropCause) -> None:
         now = self._parts.clock()
         self._parts.bus.emit(BlocksDropped(now, TierName.HOST, rows.namespace, blocks, cause))
-
-    @staticmethod
-    def _space(space: Space | None, namespace: bytes, shard: Shard) -> Space:
-        if space is None:
-            raise NamespaceError(
-                f"namespace {namespace.hex()} has no shard {shard} here; register it with that shard"
-            )
-        return space

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.block import TierName
 from kvstore.errors import PoolError
 from kvstore.evict.base import Evictor, Occupancy
-from kvstore.extents import Extent
+from kvstore.extents import Extent, extents_in
 from kvstore.pool import BlockPool
 from kvstore.tiers.base import Payload
 from kvstore.tiers.memory import MemoryTier
@@ -49,7 +49,7 @@ class _TensorMemory:
 
     def __init__(self, device: torch.device, pool_bytes: int, extent_bytes: int) -> None:
         self.extent_bytes = extent_bytes
-        self.extents = pool_bytes // extent_bytes
+        self.extents = extents_in(pool_bytes, extent_bytes)
         self._tables: dict[int, NDArray[np.uint8]] = {}
         self._names: dict[bytes, int] = {}
         try:
@@ -85,4 +85,6 @@ class _TensorCopies:
         torch.from_numpy(target).copy_(self._memory.tensor[offset : offset + len(target)])
 
     def copy_in(self, offset: int, source: Payload) -> None:
-        self._memory.tensor[offset : offset + len(source)].copy_(torch.from_numpy(source))
+        # torch takes no view of memory that it may not write to.
+        ours = source if source.flags.writeable else source.copy()
+        self._memory.tensor[offset : offset + len(source)].copy_(torch.from_numpy(ours))

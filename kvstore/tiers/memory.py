@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -10,7 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.block import BlockRows, MissCause, Residency, SlotArray, TierName
+from kvstore.errors import NamespaceError, PoolError
 from kvstore.events import RemovalCause
+from kvstore.index import Space
 from kvstore.pool import BlockPool
 from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
 
@@ -29,7 +32,7 @@ class CopyEngine(Protocol):
 
 def payload_checksum(payload: Payload) -> int:
     """xxh3_64 of a payload, as kept in tables and in Redis values."""
-    return xxhash.xxh3_64_intdigest(payload)
+    return xxhash.xxh3_64_intdigest(payload.data)
 
 
 def copy_runs(ours: Offsets, theirs: Offsets, size: int) -> Iterator[tuple[int, int, int]]:
@@ -43,7 +46,7 @@ def copy_runs(ours: Offsets, theirs: Offsets, size: int) -> Iterator[tuple[int, 
         yield int(ours[start]), int(theirs[start]), (stop - start) * size
 
 
-class MemoryTier:
+class MemoryTier(ABC):
     """A tier whose pool and bytes are in this process's reach. One owner, no locks."""
 
     def __init__(
@@ -79,18 +82,30 @@ class MemoryTier:
         deadline: float,
     ) -> list[SaveOutcome]:
         del deadline
-        outcomes: list[SaveOutcome] = []
-        for block, payload in enumerate(payloads):
-            outcomes.append(self._save_one(rows.slice(block, block + 1), payload, checksums[block]))
+        space = self._space_for(rows, payloads)
+        if space is None:
+            return [SaveOutcome.REFUSED] * len(rows)
+        outcomes = self._known(rows)
+        wanted = np.flatnonzero([outcome is SaveOutcome.FULL for outcome in outcomes])
+        slots = self.pool.stage(space, len(wanted), rows.pick(wanted))
+        wanted = wanted[: len(slots)]
+        for at, slot in zip(wanted.tolist(), slots.tolist(), strict=True):
+            self.write_slot(slot, payloads[at])
+            outcomes[at] = SaveOutcome.STORED
+        sums = [checksums[at] for at in wanted.tolist()]
+        self.pool.commit(slots, rows.pick(wanted), sums, time=self._clock())
         return outcomes
 
     def discard(self, rows: BlockRows, deadline: float) -> int:
         del deadline
         found = [self.pool.match(rows.slice(block, block + 1)).slots for block in range(len(rows))]
-        return sum(self.pool.discard(slots, RemovalCause.CLEARED) for slots in found if len(slots))
+        return self.pool.discard(np.unique(np.concatenate(found)), RemovalCause.CLEARED) if found else 0
 
     def status(self) -> TierStatus:
         return TierStatus(healthy=True)
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     def read_slot(self, slot: int, target: Payload) -> None:
         """Copy the payload in a slot out."""
@@ -112,8 +127,11 @@ class MemoryTier:
 
     def _load_one(self, row: BlockRows, target: Payload) -> tuple[MissCause | None, int]:
         match = self.pool.match(row)
-        if not len(match.slots):
+        space = self.pool.space(row.namespace, row.shard)
+        if space is None or not len(match.slots):
             return match.cause or MissCause.UNKNOWN, 0
+        if target.nbytes != space.payload_bytes:
+            return MissCause.COLLISION, 0
         slot = int(match.slots[0])
         self.read_slot(slot, target)
         checksum = payload_checksum(target)
@@ -124,15 +142,24 @@ class MemoryTier:
             return MissCause.CORRUPT, 0
         return None, checksum
 
-    def _save_one(self, row: BlockRows, payload: Payload, checksum: int) -> SaveOutcome:
-        if row.tokens is None:
-            return SaveOutcome.REFUSED
-        space = self.pool.open_space(row.namespace, row.shard, payload.nbytes, row.tokens.shape[1])
-        if space.residency(bytes(row.hash_at(0))) is not Residency.MISS:
-            return SaveOutcome.PRESENT
-        slots = self.pool.stage(space, 1, row)
-        if not len(slots):
-            return SaveOutcome.FULL
-        self.write_slot(int(slots[0]), payload)
-        self.pool.commit(slots, row, [checksum], ahead=slots[:0], time=self._clock())
-        return SaveOutcome.STORED
+    def _known(self, rows: BlockRows) -> list[SaveOutcome]:
+        """What becomes of each block that gets no slot: another block of that hash stays."""
+        outcomes: list[SaveOutcome] = []
+        for block, residency in enumerate(self.pool.residency(rows)):
+            if residency is Residency.MISS:
+                outcomes.append(SaveOutcome.FULL)
+            elif residency is Residency.PENDING or len(self.pool.match(rows.slice(block, block + 1)).slots):
+                outcomes.append(SaveOutcome.PRESENT)
+            else:
+                outcomes.append(SaveOutcome.REFUSED)
+        return outcomes
+
+    def _space_for(self, rows: BlockRows, payloads: Sequence[Payload]) -> Space | None:
+        """Where blocks of this kind go; None where they fit no slot, or are not what is there."""
+        if rows.tokens is None or len({payload.nbytes for payload in payloads}) != 1:
+            return None
+        size, block_size = payloads[0].nbytes, rows.tokens.shape[1]
+        try:
+            return self.pool.open_space(rows.namespace, rows.shard, size, block_size)
+        except (NamespaceError, PoolError):
+            return None

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.errors import PoolError
-from kvstore.extents import Extent
+from kvstore.extents import Extent, extents_in
 from kvstore.spec import NamespaceSpec
 
 MAGIC = b"PKVPOOL\0"
@@ -40,6 +40,7 @@ EXTENT_ALIGNMENT = 2 << 20
 _LENGTH = struct.Struct("<I")
 _CHECKSUM = struct.Struct("<Q")
 _MADV_POPULATE_WRITE = 23
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 
 
 class PoolFile:
@@ -54,7 +55,7 @@ class PoolFile:
     def __init__(self, path: Path, pool_bytes: int, extent_bytes: int, epoch: int) -> None:
         self.path = path
         self.extent_bytes = extent_bytes
-        self.extents = pool_bytes // extent_bytes
+        self.extents = extents_in(pool_bytes, extent_bytes)
         self.epoch = epoch
         self._names: dict[bytes, int] = {}
         self._names_end = 0
@@ -69,14 +70,14 @@ class PoolFile:
             os.ftruncate(self._file, 0)
             os.ftruncate(self._file, size)
             os.posix_fallocate(self._file, 0, self._data_at)
+            self._map = mmap.mmap(self._file, size)
         except OSError as error:
             os.close(self._file)
             path.unlink()
             raise PoolError(
-                f"cannot reserve {self._data_at} bytes for pool file {path}: {error.strerror}; "
+                f"cannot reserve {self._data_at} of {size} bytes for pool file {path}: {error.strerror}; "
                 "free memory on that file system or choose another pool_path"
             ) from error
-        self._map = mmap.mmap(self._file, size)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
         """The whole file. Slot offsets count from ``data``."""
         self.data = self.bytes[self._data_at :]
@@ -88,7 +89,7 @@ class PoolFile:
         try:
             os.posix_fallocate(self._file, start, self.extent_bytes)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            if error.errno in _NO_ROOM:
                 return False
             raise
         try:
@@ -139,6 +140,8 @@ class PoolFile:
     def close(self) -> None:
         """Unlock and unmap; the file stays for the next server. Idempotent."""
         if self._file >= 0:
+            # The mapping has a descriptor of its own, and with it a share in the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1
             # Numpy views keep the mapping alive until the last of them is gone.
@@ -187,8 +190,7 @@ def _check_size(path: Path, pool_bytes: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if pool_bytes > memory:
         raise PoolError(
-            f"pool_bytes is {pool_bytes}, but this machine has {memory} bytes of memory; lower "
-            "pool_bytes"
+            f"pool_bytes is {pool_bytes}, but this machine has {memory} bytes of memory; lower pool_bytes"
         )
 
 
@@ -197,15 +199,13 @@ def _open_locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise PoolError(
-            f"cannot open pool file {path}: {error.strerror}; choose a pool_path that this user may "
-            "write"
+            f"cannot open pool file {path}: {error.strerror}; choose a pool_path that this user may write"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise PoolError(
-            f"pool file {path} is in use by another server; stop it, or give this one another "
-            "pool_path"
+            f"pool file {path} is in use by another server; stop it, or give this one another pool_path"
         ) from error
     return descriptor

@@ -6,6 +6,7 @@ with outcomes; what it delivers has been compared and checksummed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -15,12 +16,14 @@ from kvstore.block import BlockRows, MissCause, TierName
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
 from kvstore.tiers.redis_commands import (
-    Fetched,
+    Arrival,
+    Outcome,
     RowKeys,
     Values,
     fetch,
     forget,
     growing_match,
+    judge,
     refresh,
     store,
 )
@@ -54,10 +57,10 @@ class RedisOptions:
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}; raise it")
-        if not self.prefix or any(character in "{} \r\n" for character in self.prefix):
+        if re.fullmatch(r"[^{}\s]+", self.prefix) is None:
             raise ConfigError(
-                f"redis prefix is {self.prefix!r}, expected characters other than braces and white space; "
-                "leave them out: Redis Cluster takes what is between braces as its hash tag"
+                f"redis prefix is {self.prefix!r}, expected one or more characters without white space, and "
+                "without braces, between which Redis Cluster looks for its hash tag; leave them out"
             )
 
 
@@ -88,31 +91,36 @@ class RedisTier:
         return self._node.breaker_open
 
     def errors(self) -> Counter[str]:
-        """What went wrong since the start, by kind (docs/metrics.md)."""
+        """What went wrong since the start, by kind: see ``Node.errors``."""
         return self._node.errors()
 
     def match(self, rows: BlockRows, deadline: float) -> int:
         """Length of the leading run whose keys exist; at the deadline, of as much as is known."""
-        found = 0
+        lengths = [0]
         with suppress(OSError), self._node.borrow(Lane.PROBE, deadline) as wire:
-            for found in growing_match(wire, RowKeys(self._prefix, rows)):  # noqa: B007
-                pass
-        return found
+            # What came before an error is kept: extend() takes each as it comes.
+            lengths.extend(growing_match(wire, RowKeys(self._prefix, rows)))
+        return lengths[-1]
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         """See ``Tier.load``. Deletes what no reader can ever read, and renews the rest's time to live."""
+        assert len(destinations) == len(rows), "one destination a block"
         keys = RowKeys(self._prefix, rows)
-        fetched: list[Fetched] = []
+        arrivals: list[Arrival] = []
+        outcomes: list[Outcome] = []
         rest = MissCause.UNAVAILABLE
         try:
             with self._node.borrow(Lane.BULK, deadline) as wire:
-                fetched.extend(fetch(wire, keys, rows, destinations))
-                refresh(wire, keys, fetched, self._ttl_ms)
+                arrivals.extend(fetch(wire, keys, destinations))
+                outcomes = judge(rows, destinations, arrivals)
+                refresh(wire, keys, outcomes, arrivals, self._ttl_ms)
         except TimeoutError:
             rest = MissCause.TIMEOUT
         except OSError:
             pass
-        return _load_result(fetched, rest, len(rows))
+        if len(outcomes) < len(arrivals):
+            outcomes = judge(rows, destinations, arrivals)
+        return _load_result([*outcomes, *[rest] * (len(rows) - len(outcomes))])
 
     def save(
         self,
@@ -155,12 +163,8 @@ class RedisTier:
         return fits and header_bytes(rows.tokens.shape[1]) <= MAX_HEADER_BYTES
 
 
-def _load_result(fetched: Sequence[Fetched], rest: MissCause, blocks: int) -> LoadResult:
-    """Outcomes of all blocks; ``rest`` is that of those that were not reached."""
-    result = LoadResult([rest] * blocks, [0] * blocks)
-    for block, (outcome, _) in enumerate(fetched):
-        if isinstance(outcome, MissCause):
-            result.causes[block] = outcome
-        else:
-            result.causes[block], result.checksums[block] = None, outcome
-    return result
+def _load_result(outcomes: Sequence[Outcome]) -> LoadResult:
+    return LoadResult(
+        causes=[outcome if isinstance(outcome, MissCause) else None for outcome in outcomes],
+        checksums=[0 if isinstance(outcome, MissCause) else outcome for outcome in outcomes],
+    )

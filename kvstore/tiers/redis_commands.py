@@ -1,15 +1,17 @@
 """What the redis tier says to one server: which keys exist, give them, take them, forget them.
 
-Everything here speaks over a ``Wire`` that somebody else opened, raises its OSErrors, and leaves it
-in step: a generator that is to be the last word of an exchange must be run to its end.
+Everything here speaks over a ``Wire`` that somebody else opened, and raises its OSErrors. The wire is
+in step again when a function returns, and when a generator has been run to its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from kvstore.block import HASH_BYTES, BlockRows, MissCause
 from kvstore.tiers.base import Payload, SaveOutcome
@@ -40,18 +42,27 @@ class RowKeys:
     def __init__(self, prefix: str, rows: BlockRows) -> None:
         self._prefix = prefix
         self._rows = rows
+        self._lead_tag = b""
+        self._lead = ""
 
     def key(self, block: int) -> bytes:
         """One key as an argument of a command."""
-        return bulk_string(block_key(self._prefix, self._rows, block))
+        return f"{self._lead_of(block)}{self._rows.hash_at(block).hex()}\r\n".encode()
 
     def keys(self, span: Span) -> bytes:
         """The keys of a span within one segment, joined."""
         start, stop = span
-        # They differ in the hash alone, so that one key shows how all of them begin.
-        lead = self.key(start).decode()[: -2 * HASH_BYTES - 2]
+        lead = self._lead_of(start)
         hashes = self._rows.hashes[start * HASH_BYTES : stop * HASH_BYTES].hex("|", HASH_BYTES)
         return (lead + hashes.replace("|", f"\r\n{lead}") + "\r\n").encode()
+
+    def _lead_of(self, block: int) -> str:
+        """All that comes before the hash: the same for a whole segment."""
+        tag = self._rows.tag_at(block)
+        if tag != self._lead_tag:
+            argument = bulk_string(block_key(self._prefix, self._rows, block))
+            self._lead, self._lead_tag = argument.decode()[: -2 * HASH_BYTES - 2], tag
+        return self._lead
 
     def segments(self) -> list[Span]:
         """The rows, cut where the segment tag changes: a command must not span two of them."""
@@ -60,7 +71,7 @@ class RowKeys:
         tags = np.frombuffer(self._rows.tags, dtype=np.uint64).reshape(-1, 2)
         cuts = np.flatnonzero((tags[1:] != tags[:-1]).any(axis=1)) + 1
         edges = [0, *cuts.tolist(), len(self._rows)]
-        return list(zip(edges[:-1], edges[1:], strict=True))
+        return list(pairwise(edges))
 
     def variadic(self, name: bytes, span: Span) -> bytes:
         """A command over the keys of a span within one segment."""
@@ -107,29 +118,35 @@ def _search(wire: Wire, keys: RowKeys, start: int, present: int) -> Iterator[int
         guess = (low + high + 1) // 2
 
 
-class Fetched(NamedTuple):
-    """What became of one block: its payload's xxh3_64, or why it was not had; and its time to live.
+class Arrival(NamedTuple):
+    """What came for one block: the value's head, or why there is none. Nothing is compared yet.
 
-    ``ttl_ms`` is negative where there is none: no such key, or a key that never expires.
+    ``checksum`` is the xxh3_64 of what is now in the destination. ``ttl_ms`` is negative for a key
+    that never expires, None where the server did not say.
     """
 
-    outcome: int | MissCause
-    ttl_ms: int
+    head: bytes | MissCause
+    checksum: int
+    ttl_ms: int | None
 
 
-def fetch(wire: Wire, keys: RowKeys, rows: BlockRows, destinations: Sequence[Payload]) -> Iterator[Fetched]:
-    """Each block in turn, verified, into its destination."""
+def fetch(wire: Wire, keys: RowKeys, destinations: Sequence[Payload]) -> Iterator[Arrival]:
+    """Payloads of the rows, in order, into their destinations.
+
+    To compare them is left for later: the code for that would be out of the processor's caches
+    after every payload, and the server would wait for it.
+    """
     scratch = memoryview(bytearray(MAX_HEADER_BYTES))
     ahead = _window_blocks(destinations)
     asked = 0
     for block, destination in enumerate(destinations):
-        if asked - block <= ahead // 2 and asked < len(rows):
-            upto = min(block + ahead, len(rows))
+        if asked - block <= ahead // 2 and asked < len(destinations):
+            upto = min(block + ahead, len(destinations))
             wire.send([b"".join(_get_request(keys.key(i)) for i in range(asked, upto))])
             asked = upto
-        outcome = _fetch_one(wire, rows, block, destination, scratch)
+        head, checksum = _fetch_one(wire, destination.data, scratch)
         ttl = wire.read_reply()
-        yield Fetched(outcome, ttl if isinstance(ttl, int) else -1)
+        yield Arrival(head, checksum, ttl if isinstance(ttl, int) else None)
 
 
 def _window_blocks(payloads: Sequence[Payload]) -> int:
@@ -141,37 +158,59 @@ def _get_request(key: bytes) -> bytes:
     return b"*2\r\n$3\r\nGET\r\n%b*2\r\n$4\r\nPTTL\r\n%b" % (key, key)
 
 
-def _fetch_one(
-    wire: Wire, rows: BlockRows, block: int, destination: Payload, scratch: memoryview
-) -> int | MissCause:
+def _fetch_one(wire: Wire, destination: memoryview, scratch: memoryview) -> tuple[bytes | MissCause, int]:
     size = wire.read_bulk_size()
     if size is None:
-        return MissCause.COLD
+        return MissCause.COLD, 0
     if isinstance(size, ErrorReply):
-        return MissCause.CORRUPT if size.code == "WRONGTYPE" else MissCause.UNAVAILABLE
+        return (MissCause.CORRUPT if size.code == "WRONGTYPE" else MissCause.UNAVAILABLE), 0
     before = size - len(destination)
     if HEADER_ALIGNMENT <= before <= MAX_HEADER_BYTES:
-        wire.read_bulk(scratch[:before], destination.data)
-        return verify_value(scratch[:before], destination, rows, block)
-    head = scratch[: min(size, len(scratch))]
+        digest = xxhash.xxh3_64()
+        wire.read_part(scratch[:before])
+        wire.read_part(destination, tap=digest.update)
+        wire.end_bulk()
+        return bytes(scratch[:before]), digest.intdigest()
+    head = scratch[: min(size, MAX_HEADER_BYTES)]
     wire.read_part(head)
-    header = parse_header(head)
-    wire.skip_bulk(size - len(head), scratch)
-    return wrong_size(header, size)
+    cause = wrong_size(parse_header(head), size)
+    wire.skip_part(size - len(head), scratch)
+    wire.end_bulk()
+    return cause, 0
 
 
-def refresh(wire: Wire, keys: RowKeys, fetched: Sequence[Fetched], ttl_ms: int) -> None:
+Outcome = int | MissCause
+"""The xxh3_64 of a payload that is the block's, or why it was not had."""
+
+
+def judge(rows: BlockRows, destinations: Sequence[Payload], arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """What became of each block that arrived."""
+    return [
+        head
+        if isinstance(head, MissCause)
+        else verify_value(rows, block, head, destinations[block], checksum)
+        for block, (head, checksum, _) in enumerate(arrivals)
+    ]
+
+
+def refresh(
+    wire: Wire, keys: RowKeys, outcomes: Sequence[Outcome], arrivals: Sequence[Arrival], ttl_ms: int
+) -> None:
     """Renew what is past a quarter of its life, delete what nobody can read; wait for no answer."""
     commands = []
     expiry = bulk_string(b"%d" % ttl_ms)
-    for block, (outcome, left_ms) in enumerate(fetched):
+    for block, (outcome, arrival) in enumerate(zip(outcomes, arrivals, strict=True)):
         if outcome is MissCause.CORRUPT:
             commands.append(b"*2\r\n$6\r\nUNLINK\r\n" + keys.key(block))
-        elif not isinstance(outcome, MissCause) and left_ms < _REFRESH_BELOW * ttl_ms:
+        elif isinstance(outcome, int) and _is_due(arrival.ttl_ms, ttl_ms):
             commands.append(b"*3\r\n$7\r\nPEXPIRE\r\n" + keys.key(block) + expiry)
     if commands:
         wire.send([b"".join(commands)])
         wire.owe(len(commands))
+
+
+def _is_due(left_ms: int | None, ttl_ms: int) -> bool:
+    return left_ms is not None and left_ms < _REFRESH_BELOW * ttl_ms
 
 
 class Values(NamedTuple):

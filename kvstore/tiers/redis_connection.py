@@ -48,7 +48,13 @@ class WireParser:
         if self._wire is None:
             raise ConnectionError("not connected")
         reply = self._wire.read_reply()
-        return _parse_error(reply.message) if isinstance(reply, ErrorReply) else reply
+        if not isinstance(reply, ErrorReply):
+            return reply
+        error = _parse_error(reply.message)
+        if isinstance(error, ResponseError):
+            return error
+        # The rest, such as "max number of clients reached", is about the connection, not a command.
+        raise error
 
 
 class WiredConnection(AbstractConnection):
@@ -125,13 +131,14 @@ def connections_to(url: str, clock: Clock, connect_timeout_seconds: float) -> Ca
     """A maker of connections, not yet open, to the server of a URL that redis-py understands."""
     expected = "expected what redis-py reads, such as redis://host:6379/0, rediss://host or unix:///path"
     settings: dict[str, Any] = {
+        "protocol": 2,
         "socket_connect_timeout": connect_timeout_seconds,
         "socket_timeout": connect_timeout_seconds,
     }
     try:
         settings |= _parse_url(url)
         wired = _WIRED[settings.pop("connection_class", Connection)]
-        if settings.get("protocol", 2) != 2:
+        if settings["protocol"] != 2:
             raise ValueError("protocol=3 is not supported, the bulk reader speaks RESP2: leave it out")
         wired(clock=clock, **settings)
     except (ValueError, TypeError, RedisError) as error:

@@ -17,13 +17,11 @@ from kvstore.tiers.redis_wire import Clock, StreamError, Wire
 
 logger = logging.getLogger(__name__)
 
-_COUNTED_CODES = frozenset(
-    (
-        "ASK CLUSTERDOWN CROSSSLOT ERR LOADING MASTERDOWN MISCONF MOVED NOAUTH NOPERM NOREPLICAS OOM "
-        "READONLY TRYAGAIN WRONGTYPE"
-    ).split()
-)
-"""Error replies that are counted under their own name: the kinds of error are a label of a metric."""
+# The kinds of error are a label of a metric, hence a closed set: other codes are counted together.
+_COUNTED_CODES = {
+    *("ASK", "CLUSTERDOWN", "CROSSSLOT", "MASTERDOWN", "MOVED", "TRYAGAIN"),
+    *("ERR", "LOADING", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY", "WRONGTYPE"),
+}
 
 
 class Lane(Enum):
@@ -94,7 +92,11 @@ class Node:
         return self._breaker.opened_at is not None
 
     def errors(self) -> Counter[str]:
-        """What went wrong since the start, by kind: failed exchanges, and error replies by their code."""
+        """What went wrong since the start, by kind.
+
+        Of an exchange: busy, timeout, connection, refused, protocol. Of one reply in it: the error's
+        code in lower case, or other.
+        """
         with self._changed:
             return self._errors.copy()
 
@@ -124,7 +126,8 @@ class Node:
             connection.wire.begin(deadline)
             yield connection.wire
             intact = True
-            self._succeeded()
+            if connection.wire.replies:
+                self._succeeded()
         except OSError as error:
             self._failed(error, connection, is_probe=is_probe)
             raise
@@ -175,8 +178,8 @@ class Node:
         self, slots: _Slots, connection: WiredConnection | None, *, intact: bool, is_probe: bool
     ) -> None:
         with self._changed:
-            if not intact:
-                self._breaker.abandon(probe=is_probe)
+            # Nothing is left of the probe when its outcome has been recorded.
+            self._breaker.abandon(probe=is_probe)
             if connection is not None:
                 slots.busy -= 1
                 self._count_replies(connection.wire.error_codes)
@@ -187,32 +190,37 @@ class Node:
             self._changed.notify_all()
 
     def _start_connecting(self, slots: _Slots) -> None:
-        slots.connecting += 1
-        threading.Thread(
-            target=self._connect_into, args=(slots,), name=f"connect {self._place}", daemon=True
-        ).start()
-
-    def _connect_into(self, slots: _Slots) -> None:
-        connection = self._new_connection()
-        made = False
+        connecting = threading.Thread(
+            target=self._connect_into,
+            args=(slots, self._new_connection()),
+            name=f"connect {self._place}",
+            daemon=True,
+        )
         try:
-            wire = connection.open(self._clock() + self._connect_timeout)
-            self._check_policy(wire)
-            made = True
+            connecting.start()
+        except RuntimeError as error:
+            raise ConnectionError(f"no thread to connect on: {error}") from error
+        slots.connecting += 1
+
+    def _connect_into(self, slots: _Slots, connection: WiredConnection) -> None:
+        failure: OSError | None = ConnectionError("connecting ended by an unexpected exception, see the log")
+        try:
+            self._check_policy(connection.open(self._clock() + self._connect_timeout))
+            self._succeeded()
+            failure = None
         except OSError as error:
-            with self._changed:
-                slots.failures += 1
-                slots.last_failure = error
+            failure = error
         finally:
             with self._changed:
                 slots.connecting -= 1
-                if made and not self._closed:
+                if failure is not None:
+                    slots.failures += 1
+                    slots.last_failure = failure
+                if failure is None and not self._closed:
                     slots.idle.append(connection)
                 else:
                     connection.shut()
                 self._changed.notify_all()
-        if made:
-            self._succeeded()
 
     def _succeeded(self) -> None:
         with self._changed:
@@ -221,14 +229,14 @@ class Node:
             logger.info("redis %s answers again", self._place)
 
     def _failed(self, error: OSError, connection: WiredConnection | None, *, is_probe: bool) -> None:
-        kind = _error_kind(error)
-        if kind is None:
+        if isinstance(error, NodeDownError):
             return
-        if isinstance(error, TimeoutError) and connection is not None and connection.wire.replies:
-            # It answers, only not all of this in time: no reason to give it up.
+        kind = _error_kind(error)
+        answers = connection is not None and connection.wire.replies > 0
+        if isinstance(error, BusyError) or (isinstance(error, TimeoutError) and answers):
+            # No fault of the server's, or it answers, only not all of this in time.
             with self._changed:
                 self._errors[kind] += 1
-            self._succeeded()
             return
         with self._changed:
             self._errors[kind] += 1
@@ -238,8 +246,8 @@ class Node:
                 self._changed.notify_all()
         if began:
             logger.warning(
-                "redis %s does not answer (%s): its blocks are misses and nothing is stored until it does; "
-                "check that it runs and that redis_url names it",
+                "redis %s is given up (%s): until it answers again its blocks are misses and nothing is "
+                "stored; check that it runs and that redis_url is right",
                 self._place,
                 error,
             )
@@ -272,16 +280,14 @@ class Node:
             )
 
 
-def _error_kind(error: OSError) -> str | None:
-    """Under which name a failed exchange is counted; None where the server had no part in it."""
-    if isinstance(error, NodeDownError):
-        return None
+def _error_kind(error: OSError) -> str:
+    """Under which name a failed exchange is counted."""
     if isinstance(error, ConnectError):
         return error.kind
-    kinds = (
-        (BusyError, "busy"),
-        (TimeoutError, "timeout"),
-        (StreamError, "protocol"),
-        (ServerRefusedError, "refused"),
-    )
-    return next((name for kind, name in kinds if isinstance(error, kind)), "connection")
+    if isinstance(error, BusyError):
+        return "busy"
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, StreamError):
+        return "protocol"
+    return "refused" if isinstance(error, ServerRefusedError) else "connection"

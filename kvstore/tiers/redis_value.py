@@ -6,6 +6,7 @@ Pure functions, so that a reader of any other language or version can be checked
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,24 +32,15 @@ _FIXED = struct.Struct("<4sHHQ")
 _CHECKED_BEFORE = 8
 _CHECKED_FROM = _FIXED.size
 
-_FIELD_TYPES = {
-    "namespace": bytes,
-    "shard": str,
-    "parent": bytes,
-    "segment_tag": bytes,
-    "block_index": int,
-    "token_ids": bytes,
-    "fingerprint": int,
-    "codec": str,
-    "payload_bytes": int,
-    "payload_xxh3_64": int,
-}
 _WIDEST_RANK = 65535
 _WIDEST_CODEC = "x" * 16
 
 
 class Header(NamedTuple):
-    """A header that checked out. ``length`` is with padding; ``token_ids`` are u32 LE, packed."""
+    """A header that checked out: its length with padding, and then its map, in the order on the wire.
+
+    ``token_ids`` are u32 LE, packed.
+    """
 
     length: int
     namespace: bytes
@@ -58,9 +50,13 @@ class Header(NamedTuple):
     block_index: int
     token_ids: bytes
     fingerprint: int
-    codec: str
     payload_bytes: int
     payload_xxh3_64: int
+    codec: str
+
+
+_NAMES = Header._fields[1:]
+_TYPES = (bytes, str, bytes, bytes, int, bytes, int, int, int, str)
 
 
 def block_key(prefix: str, rows: BlockRows, block: int) -> bytes:
@@ -85,9 +81,9 @@ def header_bytes(block_size: int) -> int:
         block_index=2**32 - 1,
         token_ids=bytes(4 * block_size),
         fingerprint=2**64 - 1,
-        codec=_WIDEST_CODEC,
         payload_bytes=2**64 - 1,
         payload_xxh3_64=2**64 - 1,
+        codec=_WIDEST_CODEC,
     )
     used = _FIXED.size + len(_pack_fields(widest))
     return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
@@ -112,9 +108,9 @@ def pack_header(rows: BlockRows, block: int, payload_bytes: int, checksum: int) 
         block_index=int(rows.indexes[block]),
         token_ids=_packed_tokens(rows, block),
         fingerprint=int(rows.fingerprints[block]),
-        codec=RAW_CODEC,
         payload_bytes=payload_bytes,
         payload_xxh3_64=checksum,
+        codec=RAW_CODEC,
     )
     body = _pack_fields(header).ljust(length - _FIXED.size, b"\0")
     assert len(body) == length - _FIXED.size, f"shard {rows.shard} is wider than a header has room for"
@@ -138,7 +134,7 @@ def parse_header(buffer: bytes | memoryview) -> Header | MissCause:
     if version != VERSION:
         return MissCause.VERSION
     fields = _unpack_fields(checked[_CHECKED_BEFORE:])
-    return MissCause.CORRUPT if fields is None else Header(length, **fields)
+    return MissCause.CORRUPT if fields is None else Header(length, *fields)
 
 
 def compare(header: Header, rows: BlockRows, block: int) -> MissCause | None:
@@ -157,15 +153,17 @@ def compare(header: Header, rows: BlockRows, block: int) -> MissCause | None:
     return None if same else MissCause.COLLISION
 
 
-def verify_value(head: memoryview, payload: Payload, rows: BlockRows, block: int) -> int | MissCause:
-    """xxh3_64 of a payload that is the block's, or why it is not.
+def verify_value(
+    rows: BlockRows, block: int, head: bytes, payload: Payload, checksum: int
+) -> int | MissCause:
+    """``checksum``, the payload's xxh3_64, when value and payload are the block's; else why they are not.
 
-    ``head`` is all of the value that comes before the last ``len(payload)`` bytes.
+    ``head`` is all of the value that comes before its last ``len(payload)`` bytes.
     """
     header = parse_header(head)
     if header is MissCause.CORRUPT and _claimed_length(head) > len(head):
         # Not ours by length; another version's may reach into what was read as the payload.
-        header = parse_header(bytes(head) + payload[:MAX_HEADER_BYTES].tobytes())
+        header = parse_header(head + payload[:MAX_HEADER_BYTES].tobytes())
     if isinstance(header, MissCause):
         return header
     if header.length != len(head) or header.payload_bytes != len(payload):
@@ -173,8 +171,7 @@ def verify_value(head: memoryview, payload: Payload, rows: BlockRows, block: int
     cause = compare(header, rows, block)
     if cause is not None:
         return cause
-    intact = xxhash.xxh3_64_intdigest(payload.data) == header.payload_xxh3_64
-    return header.payload_xxh3_64 if intact else MissCause.CORRUPT
+    return checksum if checksum == header.payload_xxh3_64 else MissCause.CORRUPT
 
 
 def wrong_size(header: Header | MissCause, value_bytes: int) -> MissCause:
@@ -192,25 +189,22 @@ def _packed_tokens(rows: BlockRows, block: int) -> bytes:
 
 
 def _pack_fields(header: Header) -> bytes:
-    packed: bytes = msgpack.packb({name: getattr(header, name) for name in _FIELD_TYPES})
+    packed: bytes = msgpack.packb(dict(zip(_NAMES, header[1:], strict=True)))
     return packed
 
 
-def _unpack_fields(body: bytes) -> dict[str, Any] | None:
-    unpacker = msgpack.Unpacker(max_buffer_size=len(body))
-    unpacker.feed(body)
+def _unpack_fields(body: bytes) -> Iterable[Any] | None:
     try:
-        fields = unpacker.unpack()
+        # The codec's name comes last and holds no zero: what is stripped is the padding.
+        fields = msgpack.unpackb(body.rstrip(b"\0"))
     except (ValueError, msgpack.UnpackException):
         return None
-    if not isinstance(fields, dict) or fields.keys() != _FIELD_TYPES.keys():
+    if not isinstance(fields, dict) or tuple(fields) != _NAMES:
         return None
-    if any(type(fields[name]) is not kind for name, kind in _FIELD_TYPES.items()):
-        return None
-    return fields
+    return fields.values() if tuple(map(type, fields.values())) == _TYPES else None
 
 
-def _claimed_length(head: memoryview) -> int:
+def _claimed_length(head: bytes) -> int:
     if len(head) < _FIXED.size:
         return 0
     length: int = _FIXED.unpack_from(head)[2]

@@ -44,7 +44,7 @@ def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
     loaded = load_config(
         toml_path=toml,
         environ={"KVSTORE_BLOCK_SIZE": "64", "KVSTORE_LOG_LEVEL": "warning", "HOME": "/nowhere"},
-        overrides={"log_level": "debug", "log_format": None},
+        overrides={"log_level": "debug", "block_size": None},
     )
     assert loaded.config.pool_bytes == 2 * 2**30
     assert loaded.config.block_size == 64
@@ -169,7 +169,6 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(tmp_path: Path) -> Non
     ("overrides", "named"),
     [
         ({"pool_bytes": "32MiB"}, ["pool_bytes = 32 MiB", "extent_bytes = 64 MiB"]),
-        ({"device_bytes": "1MiB"}, ["device_bytes = 1 MiB", "extent_bytes = 64 MiB"]),
         ({"redis_probe_seconds": 1}, ["redis_probe_seconds = 1", "redis_acquire_seconds = 0.5"]),
     ],
 )

@@ -1,0 +1,139 @@
+"""Putting a prefill worker together from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hashing import KVShape, Namespace
+from kvstore.block import TierName
+from kvstore.config import Config
+from kvstore.errors import ConfigError, PoolError
+from kvstore.events import Listener
+from kvstore.evict.lru import LRU
+from kvstore.spec import NamespaceSpec, slot_bytes_for
+from kvstore.store import StoreOptions, TieredStore, Tiers
+from kvstore.tiers.base import Tier
+from kvstore.tiers.device import DeviceTier
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.null import NullTier
+from kvstore.tiers.redis import RedisOptions, RedisTier
+from prefill.engine import Engine, EngineOptions
+from prefill.model import LoadedModel, load_model
+from prefill.paged import KVMemory
+from prefill.runner import Runner
+from prefill.spec import LAYOUT, ModelSpec
+
+PLANES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """An engine and the store that it owns; both are used from one thread."""
+
+    engine: Engine
+    store: TieredStore
+    tiers: Tiers
+    memory: KVMemory
+    runner: Runner
+    spec: NamespaceSpec
+
+    def close(self) -> None:
+        """Give back memory, files and sockets. What was queued for redis is lost."""
+        self.engine.close()
+        self.store.close()
+
+
+def load_configured(name: str | None, config: Config, cache_dir: Path) -> LoadedModel:
+    """The model that ``name`` means (None: the packaged one), in float32 on the configured device.
+
+    Raises ConfigError where this machine has no such device, and what ``load_model`` raises.
+    """
+    device = torch.device(config.device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {config.device}, and torch finds {torch.cuda.device_count()} CUDA devices here; "
+            "choose one of those, or cpu"
+        )
+    return load_model(name, dtype=torch.float32, device=config.device, cache_dir=cache_dir)
+
+
+def namespace_of(model: ModelSpec, config: Config) -> Namespace:
+    """What makes this model's blocks interchangeable, under this configuration."""
+    return Namespace(
+        model=model.name,
+        weights_id=model.weights_id,
+        kv_dtype=model.kv_dtype,
+        layout=LAYOUT,
+        block_size=config.block_size,
+        kv_shape=KVShape(model.layers, PLANES, model.kv_heads, model.head_size),
+        algorithm=config.hash_algorithm,
+    )
+
+
+def build_worker(
+    model: LoadedModel,
+    config: Config,
+    *,
+    clock: Callable[[], float],
+    listeners: tuple[Listener, ...] = (),
+) -> Worker:
+    """Open the tiers and wire them to the model. Raises PoolError, and what the tiers raise."""
+    spec = NamespaceSpec(namespace_of(model.spec, config))
+    block_bytes = slot_bytes_for(spec.payload_bytes_on())
+    if config.device_bytes < block_bytes:
+        raise PoolError(
+            f"device_bytes is {config.device_bytes}, expected at least {block_bytes}, one block of "
+            f"{model.spec.name!r}; raise device_bytes to what the longest prompt needs"
+        )
+    host = HostTier(
+        config.pool_path,
+        pool_bytes=config.pool_bytes,
+        extent_bytes=config.extent_bytes,
+        make_evictor=LRU,
+        clock=clock,
+    )
+    # One model has one slot size, so its device memory is one extent: kernels then see one table.
+    device = DeviceTier(
+        torch.device(config.device),
+        pool_bytes=config.device_bytes,
+        extent_bytes=config.device_bytes,
+        make_evictor=LRU,
+        clock=clock,
+    )
+    options = StoreOptions(
+        lease_seconds=config.lease_seconds,
+        write_seconds=config.write_seconds,
+        probe_seconds=config.redis_probe_seconds,
+        queue_bytes=config.redis_queue_bytes,
+        threads=config.redis_connections + 1,
+    )
+    tiers = Tiers(host, device, _redis(config, clock))
+    store = TieredStore(tiers, clock=clock, options=options, listeners=listeners)
+    store.register(spec)
+    memory = KVMemory(device.tensor, model.spec, config.block_size)
+    runner = Runner(model.model, memory)
+    engine = Engine(
+        runner,
+        memory,
+        store,
+        spec.root,
+        clock=clock,
+        options=EngineOptions(config.redis_acquire_seconds, model.spec.eos_ids),
+    )
+    return Worker(engine, store, tiers, memory, runner, spec)
+
+
+def _redis(config: Config, clock: Callable[[], float]) -> Tier:
+    if config.redis_url is None:
+        return NullTier(TierName.REDIS)
+    options = RedisOptions(
+        url=config.redis_url,
+        prefix=config.redis_prefix,
+        ttl_seconds=config.redis_ttl_seconds,
+        connections=config.redis_connections,
+    )
+    return RedisTier(options, clock)

@@ -1,0 +1,167 @@
+"""The command line of the prefill side: reads the environment, wires everything, prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from hashing import HashingError
+from kvstore.config import EMBEDDED_REDIS, Config, LoadedConfig, Source, load_config
+from kvstore.errors import ConfigError, KVStoreError
+from prefill.errors import PrefillError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+_messages = Console(stderr=True)
+_DEMO_STEPS = 11
+# A cache that is late costs hits, which is right for a service and would spoil a demonstration.
+_DEMO_REDIS_SECONDS = 10.0
+
+
+def main() -> None:
+    """Run the command line; an error is one message and status 2."""
+    try:
+        app()
+    except (PrefillError, KVStoreError, HashingError) as error:
+        _messages.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback()
+def _prefill() -> None:
+    """Prefill with cached prefixes."""
+
+
+@app.command()
+def demo(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face id or local folder; default: the packaged SmolLM2-135M-Instruct"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, nothing else, on stdout")
+    ] = False,
+    redis_url: Annotated[
+        str | None, typer.Option(help="A Redis or Valkey to use instead of one started for the demo")
+    ] = None,
+) -> None:
+    """Conversations over one document: hits from device, host and redis, checked against no cache."""
+    seconds = {"redis_probe_seconds": _DEMO_REDIS_SECONDS, "redis_acquire_seconds": _DEMO_REDIS_SECONDS}
+    settings = load_config(environ=os.environ, overrides={"redis_url": redis_url, **seconds})
+
+    from prefill.assemble import load_configured
+    from prefill.demo.report import as_json as to_json
+    from prefill.demo.report import as_table, is_identical
+    from prefill.demo.run import Stage, run_demo
+
+    _quiet_libraries()
+    with _pool_folder(settings.config) as pools, _redis(settings.config) as url, _progress() as tell:
+        tell("loading the model")
+        loaded = load_configured(model, settings.config, _cache_dir())
+        config = settings.config.model_copy(update={"redis_url": url})
+        stage = Stage(loaded, model, pools, config, _device_bytes(settings), time.monotonic, tell)
+        outcome = run_demo(stage)
+    if as_json:
+        print(json.dumps(to_json(outcome)))
+    else:
+        Console().print(as_table(outcome))
+    sys.exit(0 if is_identical(outcome) else 1)
+
+
+@app.command(hidden=True)
+def demo_worker() -> None:
+    """Run the job that is on stdin in this process and print its outcome."""
+    from prefill.assemble import build_worker, load_configured
+    from prefill.demo.job import Counts, Job, Outcome, run_batch, write_outcome
+
+    _quiet_libraries()
+    logging.disable(
+        logging.WARNING
+    )  # the process that waits for this one has the same Redis, and has said so
+    job = Job.read(sys.stdin.read())
+    config = load_config(environ=os.environ, overrides=job.settings).config
+    counts = Counts()
+    loaded = load_configured(job.model, config, _cache_dir())
+    worker = build_worker(loaded, config, clock=time.monotonic, listeners=(counts,))
+    try:
+        results = run_batch(worker, job.prompts, time.monotonic, reuse=True)
+    finally:
+        worker.close()
+    print(write_outcome(Outcome(results, counts)))
+
+
+def _device_bytes(settings: LoadedConfig) -> int | None:
+    """What the user chose, if anything."""
+    chosen = settings.sources["device_bytes"] is not Source.DEFAULT
+    return settings.config.device_bytes if chosen else None
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "prefix-kvstore"
+
+
+@contextmanager
+def _pool_folder(config: Config) -> Iterator[Path]:
+    """A folder of the demo's own beside where the pool file would be, on the same tmpfs."""
+    try:
+        folder = tempfile.TemporaryDirectory(dir=config.pool_path.parent, prefix="prefix-kvstore-demo-")
+    except OSError as error:
+        raise ConfigError(
+            f"pool_path is {config.pool_path}, whose folder cannot take files ({error.strerror}); "
+            "choose a folder on a tmpfs that can be written to"
+        ) from error
+    with folder as name:
+        yield Path(name)
+
+
+@contextmanager
+def _redis(config: Config) -> Iterator[str]:
+    """The configured server, or one for as long as the demo takes."""
+    if config.redis_url not in {None, EMBEDDED_REDIS}:
+        yield str(config.redis_url)
+        return
+    from kvstore.tiers.redis_embedded import EmbeddedRedis
+
+    server = EmbeddedRedis.start()
+    try:
+        yield server.url
+    finally:
+        server.close()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_messages, transient=True) as progress:
+        task = progress.add_task("starting", total=_DEMO_STEPS)
+
+        def tell(step: str) -> None:
+            progress.update(task, advance=1, description=step)
+
+        yield tell
+
+
+def _quiet_libraries() -> None:
+    """The demo's own messages are the ones that matter; libraries' bars would fill the screen."""
+    from transformers.utils import logging as transformers_logging
+
+    untyped: Any = transformers_logging
+    untyped.disable_progress_bar()
+    untyped.set_verbosity_error()
+    handler = RichHandler(console=_messages, show_time=False, show_path=False)
+    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])

@@ -1,0 +1,1 @@
+"""The demo: what the cache does for conversations, on a real model and a real server."""

@@ -1,0 +1,409 @@
+"""Leases: match and pin in one step, kept under pressure, counted once, over without a trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.block import WHOLE, MissCause, Shard, TierName
+from kvstore.errors import LeaseError, NamespaceError
+from kvstore.events import RequestSettled, TokensProbed
+from kvstore.evict.base import NO_HINTS
+from kvstore.lease import Lease, LeaseTable
+from kvstore.store import BlockStatus, StoreOptions
+from tests.support.stores import (
+    SPLIT,
+    FakeClock,
+    Rig,
+    RigOptions,
+    hash_only,
+    make_chain,
+    make_rig,
+    make_spec,
+)
+
+SPEC = make_spec()
+DIVIDED = make_spec("divided")
+OPTIONS = StoreOptions(lease_seconds=30.0)
+STRANGER = make_chain(SPEC, "".join(chr(0x4E00 + each) for each in range(40)))
+"""A prompt that alone fills the pool."""
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def rig(clock: FakeClock) -> Iterator[Rig]:
+    """Host tier alone: 28 blocks."""
+    with make_rig(
+        clock, [(SPEC, (WHOLE,)), (DIVIDED, SPLIT)], RigOptions(1, 0, 32 << 10, store=OPTIONS)
+    ) as made:
+        yield made
+        made.store.check()
+
+
+@pytest.fixture
+def two_tiers(clock: FakeClock) -> Iterator[Rig]:
+    """A device tier of 8 blocks above a host tier of 112."""
+    options = RigOptions(
+        host_extents=2, device_extents=1, extent_bytes=64 << 10, device_extent_bytes=8 << 10, store=OPTIONS
+    )
+    with make_rig(clock, [(SPEC, (WHOLE,)), (DIVIDED, SPLIT)], options) as made:
+        yield made
+        made.store.check()
+
+
+def settled(rig: Rig) -> list[RequestSettled]:
+    return rig.events.of(RequestSettled)
+
+
+def leased_bytes(rig: Rig) -> int:
+    return sum(usage.leased for usage in rig.store.usage().values())
+
+
+class TestPromise:
+    def test_the_leading_run_is_pinned_and_readable(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "abcd"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "abcx", tail=3))
+        assert (lease.blocks, lease.tokens, lease.pending) == (3, 12, 0)
+        assert leased_bytes(rig) == 3 * 1024
+        rig.assert_promised(lease)
+
+    def test_it_stays_readable_under_any_pressure(self, rig: Rig) -> None:
+        """LMCache #717 #911 #1686 #4133, vllm #42289."""
+        rig.write(make_chain(SPEC, "abcd"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "abcd"))
+        assert rig.write(STRANGER).count(BlockStatus.YOURS) == 28 - 4
+        rig.write(make_chain(SPEC, "mnopqrst"))
+        rig.assert_promised(lease)
+        assert lease.blocks == 4
+
+    def test_what_was_asked_for_last_goes_last(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "abcd"))
+        rig.write(make_chain(SPEC, "wxyz"))
+        rig.store.release(rig.store.acquire("r", make_chain(SPEC, "abcd")))
+        rig.host.pool.evict(rig.host.pool.extents.classes()[0], 4)
+        assert rig.store.lookup(make_chain(SPEC, "abcd")).matched == 16
+        assert rig.store.lookup(make_chain(SPEC, "wxyz")).matched == 0
+
+    def test_a_reader_that_overstays_finds_out_by_the_generation(self, rig: Rig) -> None:
+        """local-inference-lab/vllm #480: a reused slot is never read through an old lease."""
+        rig.write(make_chain(SPEC, "ab"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "ab"))
+        slot = int(lease.segments[WHOLE][0].slots[1])
+        extent = rig.host.pool.extents.containing(slot)
+        seen = int(extent.table.generation[slot - extent.base])
+        rig.store.release(lease)
+        rig.write(STRANGER)
+        assert int(extent.table.generation[slot - extent.base]) != seen
+
+    def test_the_table_says_until_when(self, rig: Rig, clock: FakeClock) -> None:
+        rig.write(make_chain(SPEC, "a"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "a"))
+        slot = int(lease.segments[WHOLE][0].slots[0])
+        extent = rig.host.pool.extents.containing(slot)
+        assert extent.table.lease_until[slot - extent.base] == clock() + 30
+        clock.advance(10)
+        rig.store.renew(lease)
+        assert extent.table.lease_until[slot - extent.base] == clock() + 30
+
+    def test_who_knows_only_hashes_is_served(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "abc"))
+        lease = rig.store.acquire("r", hash_only(make_chain(SPEC, "abcd")))
+        assert lease.blocks == 3
+
+    def test_a_prompt_shorter_than_a_block_asks_for_nothing(self, rig: Rig) -> None:
+        lease = rig.store.acquire("r", make_chain(SPEC, "", tail=3))
+        rig.store.release(lease)
+        assert settled(rig)[0].miss_tokens == {MissCause.TAIL: 3}
+
+
+class TestShards:
+    def test_ranks_never_disagree(self, rig: Rig) -> None:
+        """LMCache #1467 #1379 #2903: a hit is the minimum over ranks."""
+        rig.write(make_chain(DIVIDED, "abcd"), SPLIT[0])
+        rig.write(make_chain(DIVIDED, "ab"), SPLIT[1])
+        lease = rig.store.acquire("r", make_chain(DIVIDED, "abcd"), SPLIT)
+        assert lease.blocks == 2
+        assert leased_bytes(rig) == 4 * 1024
+        rig.assert_promised(lease)
+        rig.store.release(lease)
+        assert settled(rig)[0].hit_tokens == {TierName.HOST: 8}
+
+    def test_one_rank_without_anything_is_a_miss_for_all(self, rig: Rig) -> None:
+        rig.write(make_chain(DIVIDED, "abcd"), SPLIT[0])
+        lease = rig.store.acquire("r", make_chain(DIVIDED, "abcd"), SPLIT)
+        assert (lease.blocks, leased_bytes(rig)) == (0, 0)
+
+    @pytest.mark.parametrize("shards", [(), (Shard(0, 4),)])
+    def test_a_shard_that_is_not_registered_is_an_error(self, rig: Rig, shards: tuple[Shard, ...]) -> None:
+        with pytest.raises(NamespaceError, match="shard"):
+            rig.store.acquire("r", make_chain(SPEC, "a"), shards)
+        assert rig.store.leases == 0
+
+
+class TestRequests:
+    def test_the_same_request_gets_the_same_lease(self, rig: Rig, clock: FakeClock) -> None:
+        first = rig.store.acquire("r", make_chain(SPEC, "ab"))
+        clock.advance(29)
+        assert rig.store.acquire("r", make_chain(SPEC, "ab")) is first
+        clock.advance(29)
+        rig.store.tick()
+        assert not first.over, "to ask again is to want it still"
+        assert rig.store.leases == 1
+
+    def test_another_prompt_under_one_id_is_an_error(self, rig: Rig) -> None:
+        rig.store.acquire("r", make_chain(SPEC, "ab"))
+        with pytest.raises(LeaseError, match="'r' already holds lease 1 on another prompt"):
+            rig.store.acquire("r", make_chain(SPEC, "ac"))
+
+    def test_ids_are_their_owners(self, rig: Rig) -> None:
+        mine = rig.store.acquire("r", make_chain(SPEC, "ab"), owner="me")
+        assert rig.store.acquire("r", make_chain(SPEC, "cd"), owner="you") is not mine
+
+    def test_a_namespace_has_to_be_registered(self, rig: Rig) -> None:
+        with pytest.raises(NamespaceError, match="is not registered; register its spec first"):
+            rig.store.acquire("r", make_chain(make_spec("stranger"), "a"))
+
+    def test_a_block_size_that_is_not_the_namespaces_names_both(self, rig: Rig) -> None:
+        """dynamo #1233 #659."""
+        chain = make_chain(SPEC, "ab")
+        root = type(chain.root)(chain.root.digest, 8, chain.root.algorithm)
+        with pytest.raises(NamespaceError, match="request has block size 8, its namespace has 4"):
+            rig.store.acquire("r", type(chain)(root, chain.hashes, 16))
+
+
+class TestEnd:
+    def test_release_is_idempotent_and_counts_once(self, rig: Rig) -> None:
+        """LMCache #1260 #2574 #2912 #4216: hits and misses add up to what was asked."""
+        rig.write(make_chain(SPEC, "ab"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "abc", tail=2))
+        rig.store.release(lease)
+        rig.store.release(lease)
+        assert leased_bytes(rig) == 0
+        (event,) = settled(rig)
+        assert event.asked_tokens == 14
+        assert event.hit_tokens == {TierName.HOST: 8}
+        assert event.miss_tokens == {MissCause.UNKNOWN: 4, MissCause.TAIL: 2}
+        assert event.tier_asked == {TierName.HOST: 12}
+
+    def test_what_the_reader_found_stale_is_a_miss(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "abc"))
+        rig.store.release(rig.store.acquire("r", make_chain(SPEC, "abc")), used_blocks=1)
+        assert settled(rig)[0].hit_tokens == {TierName.HOST: 4}
+        assert settled(rig)[0].miss_tokens == {MissCause.STALE: 8}
+
+    def test_nobody_renews_and_it_is_over(self, rig: Rig, clock: FakeClock) -> None:
+        """LMCache #1756 #3381 #5090, sglang #40334: a client that dies leaves no pin."""
+        rig.write(make_chain(SPEC, "ab"))
+        lease = rig.store.acquire("r", make_chain(SPEC, "ab"))
+        clock.advance(29.9)
+        rig.store.tick()
+        assert not lease.over
+        clock.advance(0.1)
+        rig.store.tick()
+        assert lease.over
+        assert (rig.store.leases, leased_bytes(rig), len(settled(rig))) == (0, 0, 1)
+        with pytest.raises(LeaseError, match="lease 1 of request 'r' is over; acquire again"):
+            rig.store.renew(lease)
+
+    def test_what_ran_out_in_a_queue_is_taken_again(self, rig: Rig, clock: FakeClock) -> None:
+        """LMCache #4691, Mooncake #3076: the same blocks if they are there, else a shorter prefix."""
+        chain = make_chain(SPEC, "abcd")
+        rig.write(chain)
+        rig.store.acquire("r", chain)
+        clock.advance(31)
+        rig.store.tick()
+        again = rig.store.acquire("r", chain)
+        assert again.blocks == 4
+        clock.advance(31)
+        rig.store.tick()
+        rig.host.pool.evict(rig.host.pool.extents.classes()[0], 3)
+        assert rig.store.acquire("r", chain).blocks == 1
+
+    def test_all_counts_are_zero_in_the_end(self, rig: Rig, clock: FakeClock) -> None:
+        """LMCache #987 #1034 #1130: after release, expiry and a renewed lease alike."""
+        rig.write(make_chain(SPEC, "abcd"))
+        leases = [rig.store.acquire(f"r{each}", make_chain(SPEC, "abcd"[:each])) for each in range(5)]
+        rig.store.release(leases[2])
+        clock.advance(20)
+        rig.store.renew(leases[3])
+        clock.advance(20)
+        rig.store.tick()
+        assert [lease.over for lease in leases] == [True, True, True, False, True]
+        rig.store.release(leases[3])
+        assert leased_bytes(rig) == 0
+
+
+class TestLookup:
+    def test_a_probe_changes_nothing(self, rig: Rig) -> None:
+        """Mooncake #3599 #2187: no recency, no lease, no hit."""
+        rig.write(make_chain(SPEC, "abcd"))
+        rig.write(make_chain(SPEC, "wxyz"))
+        found = rig.store.lookup(make_chain(SPEC, "abcdef"))
+        assert (found.matched, found.verified) == (16, 16)
+        assert found.served == found.alone == {TierName.HOST: 16}
+        assert (leased_bytes(rig), settled(rig)) == (0, [])
+        assert [event.tokens for event in rig.events.of(TokensProbed)] == [24]
+        rig.host.pool.evict(rig.host.pool.extents.classes()[0], 4)
+        assert rig.store.lookup(make_chain(SPEC, "abcd")).matched == 0
+        assert rig.store.lookup(make_chain(SPEC, "wxyz")).matched == 16
+
+    def test_what_was_found_by_hash_alone_is_not_verified(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "ab"))
+        found = rig.store.lookup(hash_only(make_chain(SPEC, "ab")))
+        assert (found.matched, found.verified) == (8, 0)
+
+    def test_each_block_is_served_from_its_fastest_tier(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcd"))
+        lease = two_tiers.store.acquire("r", make_chain(SPEC, "ab"))
+        two_tiers.store.promote(lease)
+        found = two_tiers.store.lookup(make_chain(SPEC, "abcd"))
+        assert found.served == {TierName.DEVICE: 8, TierName.HOST: 8}
+        assert found.alone == {TierName.DEVICE: 8, TierName.HOST: 16}
+
+
+class TestPromotion:
+    def acquire(self, rig: Rig, letters: str, request: str = "r") -> Lease:
+        return rig.store.acquire(request, make_chain(SPEC, letters))
+
+    def test_blocks_go_up_and_stay_promised(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcd"))
+        lease = self.acquire(two_tiers, "abcd")
+        assert two_tiers.store.promote(lease) == 4
+        assert [segment.tier for segment in lease.segments[WHOLE]] == [TierName.DEVICE]
+        two_tiers.assert_promised(lease)
+        usage = two_tiers.store.usage()
+        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (4096, 0)
+        assert two_tiers.store.promote(lease) == 4
+        two_tiers.store.release(lease)
+        assert leased_bytes(two_tiers) == 0
+        assert settled(two_tiers)[0].hit_tokens == {TierName.HOST: 16}, "it came from there"
+
+    def test_two_requests_bring_the_same_blocks_up(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcd"))
+        first, second = self.acquire(two_tiers, "abcd", "1"), self.acquire(two_tiers, "abcd", "2")
+        assert two_tiers.store.promote(first) == 4
+        assert two_tiers.store.promote(second) == 4
+        assert two_tiers.store.usage()[TierName.DEVICE].ready == 4096
+        two_tiers.store.release(first)
+        two_tiers.assert_promised(second)
+        two_tiers.store.check()
+
+    def test_to_find_them_up_there_is_to_use_them(self, two_tiers: Rig) -> None:
+        for letters in ("abcd", "wxyz"):
+            two_tiers.write(make_chain(SPEC, letters))
+        leases = [
+            self.acquire(two_tiers, letters, str(each))
+            for each, letters in enumerate(("abcd", "wxyz", "abcd"))
+        ]
+        for lease in leases:
+            two_tiers.store.promote(lease)
+            two_tiers.store.release(lease)
+        assert len(two_tiers.store.reserve(SPEC.root.digest, 4)) == 4
+        assert two_tiers.resident(two_tiers.top, make_chain(SPEC, "abcd")) == 4
+
+    def test_part_of_them_may_be_up_already(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcdef"))
+        lease = self.acquire(two_tiers, "abcdef", "all")
+        shorter = self.acquire(two_tiers, "abc", "part")
+        two_tiers.store.promote(shorter)
+        two_tiers.store.release(shorter)
+        assert two_tiers.store.promote(lease) == 6
+        two_tiers.assert_promised(lease)
+
+    def test_a_device_that_is_too_small_cuts_the_run(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcdefghijkl", tail=1))
+        lease = self.acquire(two_tiers, "abcdefghijkl")
+        assert two_tiers.store.promote(lease) == lease.blocks == 8
+        two_tiers.assert_promised(lease)
+        assert two_tiers.store.usage()[TierName.HOST].leased == 0
+        two_tiers.store.release(lease)
+        (event,) = settled(two_tiers)
+        assert event.hit_tokens == {TierName.HOST: 32}
+        assert event.miss_tokens == {MissCause.QUOTA: 16}
+
+    def test_a_device_full_of_leases_cuts_it_to_nothing(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abcdefgh"))
+        two_tiers.write(make_chain(SPEC, "xy"))
+        two_tiers.store.promote(self.acquire(two_tiers, "abcdefgh", "all"))
+        lease = self.acquire(two_tiers, "xy")
+        assert two_tiers.store.promote(lease) == lease.blocks == 0
+        assert lease.segments[WHOLE] == []
+
+    def test_a_cut_is_a_cut_for_all_ranks(self, two_tiers: Rig) -> None:
+        for shard in SPLIT:
+            two_tiers.write(make_chain(DIVIDED, "abcdef"), shard)
+        lease = two_tiers.store.acquire("r", make_chain(DIVIDED, "abcdef"), SPLIT)
+        assert two_tiers.store.promote(lease, SPLIT[0]) == 6
+        assert two_tiers.store.promote(lease, SPLIT[1]) == 2
+        two_tiers.assert_promised(lease)
+        usage = two_tiers.store.usage()
+        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (4096, 0)
+        two_tiers.store.release(lease)
+        assert leased_bytes(two_tiers) == 0
+
+    def test_ranks_are_promoted_one_by_one(self, two_tiers: Rig) -> None:
+        """What one rank brings up must not let go of what the other holds."""
+        for shard in SPLIT:
+            two_tiers.write(make_chain(DIVIDED, "abc"), shard)
+        lease = two_tiers.store.acquire("r", make_chain(DIVIDED, "abc"), SPLIT)
+        two_tiers.store.promote(lease, SPLIT[0])
+        usage = two_tiers.store.usage()
+        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (3072, 3072)
+        two_tiers.assert_promised(lease)
+
+    def test_who_knows_only_hashes_may_promote(self, two_tiers: Rig) -> None:
+        two_tiers.write(make_chain(SPEC, "abc"))
+        lease = two_tiers.store.acquire("r", hash_only(make_chain(SPEC, "abc")))
+        assert two_tiers.store.promote(lease) == 3
+        assert two_tiers.resident(two_tiers.top, make_chain(SPEC, "abc")) == 3
+
+    def test_what_is_over_is_not_promoted(self, two_tiers: Rig) -> None:
+        """Its slots may hold anything by now, and it would be copied under the old names."""
+        two_tiers.write(make_chain(SPEC, "abc"))
+        lease = self.acquire(two_tiers, "abc")
+        two_tiers.store.release(lease)
+        with pytest.raises(LeaseError, match="is over"):
+            two_tiers.store.promote(lease)
+
+    def test_without_a_device_there_is_nothing_to_do(self, rig: Rig) -> None:
+        rig.write(make_chain(SPEC, "abc"))
+        lease = self.acquire(rig, "abc")
+        assert rig.store.promote(lease) == 3
+        rig.assert_promised(lease)
+
+
+class TestTable:
+    def test_a_lease_is_found_by_its_owner_only(self) -> None:
+        table = LeaseTable()
+        lease = table.open(("me", "r"), make_chain(SPEC, "a"), (WHOLE,), 10.0, NO_HINTS)
+        assert table.get(lease.id, "me") is lease
+        with pytest.raises(LeaseError, match=f"lease {lease.id} is not held by 'you'"):
+            table.get(lease.id, "you")
+        table.close(lease)
+        with pytest.raises(LeaseError, match="acquire again"):
+            table.get(lease.id, "me")
+
+    def test_renewed_leases_are_not_overdue(self) -> None:
+        table = LeaseTable()
+        chain = make_chain(SPEC, "a")
+        leases = [table.open(("", str(each)), chain, (WHOLE,), 10.0 + each, NO_HINTS) for each in range(3)]
+        table.renew(leases[0], 20.0)
+        assert table.overdue(11.5) == [leases[1]]
+        table.close(leases[1])
+        assert table.overdue(20.0) == [leases[2], leases[0]]
+
+    def test_many_that_end_together_are_found_in_linear_time(self) -> None:
+        table = LeaseTable()
+        chain = make_chain(SPEC, "a")
+        for number in range(20_000):
+            lease = table.open(("", str(number)), chain, (WHOLE,), 10.0, NO_HINTS)
+            table.renew(lease, 11.0)
+        began = time.perf_counter()
+        assert len(table.overdue(12.0)) == 20_000
+        assert time.perf_counter() - began < 1.5

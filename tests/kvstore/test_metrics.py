@@ -1,0 +1,249 @@
+"""A scripted workload gives exact counter values, in tokens, counted once a request.
+
+Cases 43-45 of what users of such systems run into (LMCache #1260 #2574 #2912 #4216; vllm #30522;
+pegainfer #953, production-stack #818).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from kvstore.block import WHOLE, Chain, MissCause, TierName
+from kvstore.events import BytesMoved, RequestSettled
+from kvstore.metrics import MODELS_MAX, OTHER_MODELS, Metrics, PoolGauges
+from kvstore.spec import NamespaceSpec
+from kvstore.store import TieredStore, Tiers
+from tests.support.dict_tier import DictTier
+from tests.support.stores import (
+    EXTENT_BYTES,
+    PAYLOAD_BYTES,
+    FakeClock,
+    Recorder,
+    Rig,
+    make_chain,
+    make_host,
+    make_spec,
+    pool_folder,
+)
+
+Samples = dict[str, float]
+
+
+def samples_of(registry: CollectorRegistry) -> Samples:
+    """What is not zero, by name and labels in PromQL's form; without times and buckets."""
+    skipped = ("_created", "_bucket", "_sum")
+    found: Samples = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+            if sample.value and not sample.name.endswith(skipped):
+                found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+@dataclass
+class Counted:
+    """A store over a redis that a test may look into, and what its listener has counted."""
+
+    rig: Rig
+    redis: DictTier
+    registry: CollectorRegistry
+    clock: FakeClock
+
+
+@contextmanager
+def counted_store(spec: NamespaceSpec) -> Iterator[Counted]:
+    """A store whose listener counts into a registry of its own, with gauges of its pools."""
+    clock, registry, woken, redis = FakeClock(), CollectorRegistry(), threading.Semaphore(0), DictTier()
+    metrics = Metrics(registry, {spec.root.digest: spec.namespace.model}.__getitem__)
+    with pool_folder() as folder:
+        host = make_host(folder, clock)
+        store = TieredStore(Tiers(host, None, redis), clock=clock, listeners=(metrics,), wake=woken.release)
+        store.register(spec)
+        registry.register(PoolGauges(store.usage, lambda: store.leases))
+        try:
+            yield Counted(Rig(store, host, None, Recorder(), woken), redis, registry, clock)
+        finally:
+            store.close()
+
+
+def run_script(counted: Counted, spec: NamespaceSpec) -> None:
+    """Every way in which a request, a block or a write ends: ``GOLDEN`` has the sums, term by term."""
+    store = counted.rig.store
+    counted.rig.write(make_chain(spec, "abcdef", tail=2))
+    counted.rig.settle()
+    ask(counted, make_chain(spec, "abcdef", tail=2))
+    ask(counted, make_chain(spec, "abcxyz"))
+    ask(counted, make_chain(spec, "uvw", tail=1))
+    ask(counted, make_chain(spec, "abcdef"), used_blocks=4)
+    ask(counted, make_chain(spec, "", tail=3))
+    store.lookup(make_chain(spec, "abcdef", tail=2))
+    forget_in_memory(counted)
+    ask(counted, make_chain(spec, "abcdef"))
+    forget_in_memory(counted)
+    flip_byte_in_redis(counted, make_chain(spec, "abcd"))
+    ask(counted, make_chain(spec, "abcdef"))
+    silent = store.write(make_chain(spec, "gh"))
+    counted.clock.advance(31.0)
+    store.tick()
+    silent.abort()
+
+
+def ask(counted: Counted, chain: Chain, used_blocks: int | None = None) -> None:
+    """A request from acquire to release; what it does twice counts once."""
+    store = counted.rig.store
+    lease = store.acquire("r", chain)
+    assert store.acquire("r", chain) is lease
+    store.wait(lease, 10.0)
+    store.release(lease, used_blocks)
+    store.release(lease)
+    counted.rig.settle()
+
+
+def forget_in_memory(counted: Counted) -> None:
+    """Only redis keeps what was stored."""
+    pool = counted.rig.host.pool
+    [slot_class] = pool.extents.classes()
+    pool.evict(slot_class, pool.extents.slots)
+    counted.rig.store.pump()
+
+
+def flip_byte_in_redis(counted: Counted, chain: Chain) -> None:
+    """Damage the last block of a chain."""
+    last = chain.rows(WHOLE).hash_at(len(chain) - 1)
+    [key] = [key for key in counted.redis.values if key[2] == last]
+    value = counted.redis.values[key]
+    counted.redis.values[key] = value._replace(payload=bytes([value.payload[0] ^ 1]) + value.payload[1:])
+
+
+GOLDEN: Samples = {
+    'kvstore_asked_tokens_total{model="tiny"}': 26 + 24 + 13 + 24 + 3 + 24 + 24,
+    'kvstore_hit_tokens_total{model="tiny",tier="host"}': 24 + 12 + 16,
+    'kvstore_hit_tokens_total{model="tiny",tier="redis"}': 24 + 12,
+    'kvstore_miss_tokens_total{model="tiny",cause="cold"}': 12 + 12,
+    'kvstore_miss_tokens_total{model="tiny",cause="stale"}': 8,
+    'kvstore_miss_tokens_total{model="tiny",cause="tail"}': 2 + 1 + 3,
+    'kvstore_miss_tokens_total{model="tiny",cause="corrupt"}': 12,
+    # A tier is asked for what the faster ones did not have, and nobody asks redis for a tail.
+    'kvstore_tier_asked_tokens_total{tier="host"}': 24 + 24 + 12 + 24 + 24 + 24,
+    'kvstore_tier_asked_tokens_total{tier="redis"}': 12 + 12 + 24 + 24,
+    "kvstore_probe_tokens_total{}": 26,
+    # Behind the damaged block two good ones arrive.
+    'kvstore_stored_blocks_total{tier="host"}': 6 + 6 + 5,
+    'kvstore_stored_blocks_total{tier="redis"}': 6,
+    'kvstore_evicted_blocks_total{tier="host",cause="capacity"}': 6 + 6,
+    'kvstore_evicted_blocks_total{tier="redis",cause="corrupt"}': 1,
+    'kvstore_dropped_blocks_total{tier="host",cause="deadline"}': 2,
+    'kvstore_transfer_bytes_total{from="host",to="redis"}': 6 * PAYLOAD_BYTES,
+    'kvstore_transfer_bytes_total{from="redis",to="host"}': (6 + 5) * PAYLOAD_BYTES,
+    'kvstore_transfer_seconds_count{from="host",to="redis"}': 1,
+    'kvstore_transfer_seconds_count{from="redis",to="host"}': 2,
+    'kvstore_pool_bytes{tier="host",state="ready"}': 5 * PAYLOAD_BYTES,
+    'kvstore_pool_bytes{tier="host",state="free"}': EXTENT_BYTES - 5 * PAYLOAD_BYTES,
+}
+
+
+def test_a_script_gives_exact_values() -> None:
+    """Twice in one process, beside each other: nothing is global."""
+    spec = make_spec("tiny")
+    with counted_store(spec) as first, counted_store(spec) as second:
+        for store in (first, second):
+            run_script(store, spec)
+        assert samples_of(first.registry) == GOLDEN
+        assert samples_of(second.registry) == GOLDEN
+
+
+def test_gauges_are_the_stores_own_books() -> None:
+    spec = make_spec("tiny")
+    with counted_store(spec) as counted:
+        store = counted.rig.store
+        counted.rig.write(make_chain(spec, "abc"))
+        counted.rig.settle()
+        lease = store.acquire("r", make_chain(spec, "ab"))
+        write = store.write(make_chain(spec, "xyz"))
+        overdue = store.write(make_chain(spec, "u"))
+        overdue.deadline = counted.clock()
+        counted.clock.advance(1.0)
+        store.tick()
+        usage = store.usage()[TierName.HOST]
+        by_state = {state: getattr(usage, state) for state in ("free", "staged", "ready", "quarantined")}
+        assert all(by_state.values())
+        for state, size in by_state.items():
+            labels = {"tier": "host", "state": state}
+            assert counted.registry.get_sample_value("kvstore_pool_bytes", labels) == size
+        leased = counted.registry.get_sample_value("kvstore_leased_bytes", {"tier": "host"})
+        assert leased == usage.leased == 2 * PAYLOAD_BYTES
+        assert counted.registry.get_sample_value("kvstore_leases") == 1
+        write.abort()
+        overdue.abort()
+        store.release(lease)
+        assert counted.registry.get_sample_value("kvstore_leases") == 0
+
+
+@st.composite
+def settled_requests(draw: st.DrawFn) -> RequestSettled:
+    """Any request that a store may report: hits and misses add up to what was asked."""
+    hits = draw(st.dictionaries(st.sampled_from(TierName), st.integers(0, 10_000)))
+    misses = draw(st.dictionaries(st.sampled_from(MissCause), st.integers(0, 10_000)))
+    model = bytes([draw(st.integers(0, 80))])
+    asked = sum(hits.values()) + sum(misses.values())
+    return RequestSettled(1.0, model, asked, hits, misses, hits)
+
+
+def total(registry: CollectorRegistry, name: str) -> float:
+    families = [family for family in registry.collect() if family.name == name]
+    return sum(sample.value for sample in families[0].samples if sample.name == f"{name}_total")
+
+
+def models_of(registry: CollectorRegistry) -> set[str]:
+    return {
+        sample.labels["model"]
+        for family in registry.collect()
+        for sample in family.samples
+        if "model" in sample.labels
+    }
+
+
+@given(st.lists(settled_requests(), max_size=100))
+def test_hits_and_misses_add_up_to_what_was_asked(events: list[RequestSettled]) -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, lambda namespace: f"model {namespace[0]}")
+    for event in events:
+        metrics(event)
+        hits, misses = total(registry, "kvstore_hit_tokens"), total(registry, "kvstore_miss_tokens")
+        assert hits + misses == total(registry, "kvstore_asked_tokens")
+    assert total(registry, "kvstore_asked_tokens") == sum(event.asked_tokens for event in events)
+    assert len(models_of(registry) - {OTHER_MODELS}) <= MODELS_MAX
+
+
+def test_models_past_the_limit_are_counted_together() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, lambda namespace: f"model {namespace[0]}")
+    for _ in range(2):
+        for number in range(MODELS_MAX + 10):
+            metrics(RequestSettled(1.0, bytes([number]), 1, miss_tokens={MissCause.COLD: 1}))
+    assert len(models_of(registry)) == MODELS_MAX + 1
+    assert registry.get_sample_value("kvstore_asked_tokens_total", {"model": "model 0"}) == 2
+    assert registry.get_sample_value("kvstore_asked_tokens_total", {"model": OTHER_MODELS}) == 20
+
+
+def test_bytes_from_and_to_the_caller() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, lambda _: "model")
+    metrics(BytesMoved(1.0, None, TierName.HOST, 100, 0.5))
+    metrics(BytesMoved(1.0, TierName.DEVICE, None, 200, 0.25))
+    assert samples_of(registry) == {
+        'kvstore_transfer_bytes_total{from="caller",to="host"}': 100,
+        'kvstore_transfer_bytes_total{from="device",to="caller"}': 200,
+        'kvstore_transfer_seconds_count{from="caller",to="host"}': 1,
+        'kvstore_transfer_seconds_count{from="device",to="caller"}': 1,
+    }
+    seconds = registry.get_sample_value("kvstore_transfer_seconds_sum", {"from": "device", "to": "caller"})
+    assert seconds == 0.25

