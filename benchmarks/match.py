@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from report import Report, parser
 
 from hashing import KVShape, Namespace
 from kvstore.block import WHOLE, Chain
@@ -24,7 +25,6 @@ from kvstore.index import split_hashes
 from kvstore.spec import NamespaceSpec
 from kvstore.store import TieredStore, Tiers
 from kvstore.tiers.host import HostTier
-from report import Report, parser
 
 BLOCK_SIZE = 16
 PAYLOAD_BYTES = 64
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def fill(resident: int, prompt_blocks: int, *, pieces: bool) -> Filled:
-    """Write prompts until ``resident`` blocks are there; in ``pieces``, no two neighbours are one prompt's."""
+    """Write prompts until ``resident`` blocks are there; in ``pieces``, they lie scattered."""
     gc.collect()
     before = anonymous_bytes()
     folder = tempfile.TemporaryDirectory(dir="/dev/shm")
@@ -115,16 +115,10 @@ def measure(report: Report, filled: Filled, name: str, *, goal: bool = True) -> 
     for number, chain in enumerate(filled.chains):
         if number % 2:
             bare.append(seconds(bare_loop(space.ready, split_hashes(chain.hashes))))
-            continue
-        leases = []
-
-        def acquire(chain: Chain = chain, request: str = str(number)) -> None:
-            leases.append(filled.store.acquire(request, chain))
-
-        ours.append(seconds(acquire))
-        [lease] = leases
-        assert lease.blocks == len(chain), (lease.blocks, len(chain), lease.cause)
-        released.append(seconds(lambda: filled.store.release(lease)))
+        else:
+            acquired, gone = lease_once(filled.store, chain, str(number))
+            ours.append(acquired)
+            released.append(gone)
     ratio = statistics.median(ours[1:]) / statistics.median(bare[1:])
     report.result(
         case=name,
@@ -137,6 +131,15 @@ def measure(report: Report, filled: Filled, name: str, *, goal: bool = True) -> 
     )
     if goal:
         report.goal(f"acquire over bare look-ups, {name}", ratio, at_most=2.0)
+
+
+def lease_once(store: TieredStore, chain: Chain, request: str) -> tuple[float, float]:
+    """Seconds to acquire a whole chain, and to release it."""
+    started = time.perf_counter()
+    lease = store.acquire(request, chain)
+    acquired = time.perf_counter() - started
+    assert lease.blocks == len(chain), (lease.blocks, len(chain), lease.cause)
+    return acquired, seconds(lambda: store.release(lease))
 
 
 def bare_loop(slots: dict[bytes, int], keys: list[bytes]) -> Callable[[], None]:

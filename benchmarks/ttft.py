@@ -11,12 +11,12 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from report import Report, parser
 from transformers import DynamicCache
 
 from kvstore.block import WHOLE, Chain, SlotArray, TierName
@@ -28,7 +28,6 @@ from prefill.paged import BlockTable
 from prefill.plan import blocks_for
 from prefill.request import Request, Result
 from prefill.runner import Span
-from report import Report, parser
 
 PROMPTS = (512, 2048, 6144)
 SUFFIX = 64
@@ -175,7 +174,7 @@ def floor_step(bench: Bench, suffix: np.ndarray) -> tuple[float, int]:
 
 @torch.inference_mode()
 def stock_cache(loaded: LoadedModel, prefix: np.ndarray) -> DynamicCache:
-    """transformers' own cache, filled with the prefix."""
+    """The cache of transformers itself, filled with the prefix."""
     loaded.model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=loaded.model.config)
     loaded.model(input_ids=as_batch(prefix), past_key_values=cache, logits_to_keep=1)

@@ -1,6 +1,6 @@
 """The store as a library: write the blocks of a prompt, then find them again.
 
-    python examples/library.py
+Run it with ``python examples/library.py``.
 """
 
 import tempfile

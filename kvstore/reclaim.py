@@ -9,9 +9,7 @@ from kvstore.extents import Extent, ExtentMap, SlotClass
 from kvstore.table import SlotState
 
 
-def coldest_idle_extent(
-    extents: ExtentMap, occupancy: Occupancy, wanted_by: SlotClass
-) -> Extent | None:
+def coldest_idle_extent(extents: ExtentMap, occupancy: Occupancy, wanted_by: SlotClass) -> Extent | None:
     """The least recently used extent of another class that nobody reads or writes."""
     idle = [
         extent

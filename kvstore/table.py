@@ -32,6 +32,8 @@ class SlotState(IntEnum):
 
 
 class Column(NamedTuple):
+    """One column: ``width`` values of a numpy ``dtype`` a row."""
+
     name: str
     dtype: str
     width: int
@@ -167,9 +169,9 @@ class Table:
         """
         keys = key_stream(self.block_size + 10)
         total = self.tokens[rows].astype(np.uint64) @ keys[10:]
-        for place, column in enumerate((self.hash, self.parent, self.tag)):
-            total += column[rows] @ keys[2 * place : 2 * place + 2]
-        singles = (self.fingerprint, self.shard, self.namespace, self.index)
-        for place, column in enumerate(singles, start=6):
-            total += column[rows].astype(np.uint64) * keys[place]
+        for place, pairs in enumerate((self.hash, self.parent, self.tag)):
+            total += pairs[rows] @ keys[2 * place : 2 * place + 2]
+        singles: tuple[NDArray[Any], ...] = (self.fingerprint, self.shard, self.namespace, self.index)
+        for place, words in enumerate(singles, start=6):
+            total += words[rows].astype(np.uint64) * keys[place]
         return total | np.uint64(1)

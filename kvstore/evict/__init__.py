@@ -1,0 +1,1 @@
+"""Eviction policies: one contract, one policy a file."""

@@ -87,7 +87,8 @@ class LRU:
 
     def _owned_by(self, record_id: int) -> SlotArray:
         record = self._records[record_id]
-        return record[self._owner[record] == record_id]
+        owned: SlotArray = record[self._owner[record] == record_id]
+        return owned
 
     def _leading_leaves(self, tail_first: SlotArray) -> SlotArray:
         """The longest run of which each is a leaf once its predecessors are gone."""

@@ -1,0 +1,1 @@
+"""Where bytes live: one contract, one tier a file."""

@@ -21,7 +21,7 @@ from prefill.plan import blocks_for, usable_blocks
 from prefill.request import Result
 
 DRAIN_SECONDS_MAX = 30.0
-SPARE_BLOCKS = 24
+SPARE_BLOCKS = 16
 """Device room beside the first prompt: less than three conversations, so that some go to the host."""
 
 

@@ -1,67 +1,36 @@
-"""Promotions from redis: shared by all who wait, ended by none who gives up, and whatever redis does."""
+"""Promotions from redis: shared by all who wait, ended by none who gives up, counted where they came from."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvstore.block import WHOLE, BlockRows, MissCause, TierName
-from kvstore.events import BlocksDropped, BlocksRemoved, DropCause, RemovalCause, RequestSettled
-from kvstore.lease import Lease
+from kvstore.events import BlocksDropped, DropCause, RequestSettled
 from kvstore.store import StoreOptions
 from kvstore.tiers.base import LoadResult, Payload, Tier
-from kvstore.tiers.redis import RedisOptions, RedisTier
 from tests.support.dict_tier import DictTier
-from tests.support.faulty_tier import Fault, FaultyTier, HeldTier
-from tests.support.stores import (
-    SPLIT,
-    FakeClock,
-    Rig,
-    RigOptions,
-    fill,
-    hash_only,
-    make_chain,
-    make_rig,
-    make_spec,
-    payload_of,
+from tests.support.faulty_tier import HeldTier
+from tests.support.flights import (
+    DIVIDED,
+    SPEC,
+    damage,
+    filled_tier,
+    finish,
+    key_of,
+    rig_over,
+    settle,
+    step,
 )
-from tests.support.valkey import ValkeyServer, start_valkey
-
-__all__ = ["start_valkey"]
-
-SPEC = make_spec()
-DIVIDED = make_spec("divided")
-BATCH_OF_TWO = StoreOptions(batch_bytes=2048, threads=1)
+from tests.support.stores import SPLIT, FakeClock, Rig, RigOptions, fill, hash_only, make_chain, make_rig
 
 
 @pytest.fixture
 def redis() -> DictTier:
-    """Holds the prompts ``abcdef`` and ``abxy`` of one rank, ``abcd`` of two."""
-    tier = DictTier()
-    with rig_over(tier)() as writer:
-        for letters in ("abcdef", "abxy"):
-            writer.write(make_chain(SPEC, letters))
-        for shard in SPLIT:
-            writer.write(make_chain(DIVIDED, "abcd"), shard)
-        writer.settle()
-    assert len(tier.values) == 8 + 2 * 4
-    return tier
-
-
-def rig_over(tier: Tier, **changed: int) -> Callable[[], AbstractContextManager[Rig]]:
-    """Makes stores with a device tier of 8 blocks and a host tier of 24, empty, above ``tier``."""
-
-    def make() -> AbstractContextManager[Rig]:
-        sizes = {"host_extents": 2, "device_extents": 1, "extent_bytes": 16 << 10} | changed
-        options = RigOptions(**sizes, device_extent_bytes=8 << 10, redis=tier, store=BATCH_OF_TWO)
-        return make_rig(FakeClock(), [(SPEC, (WHOLE,)), (DIVIDED, SPLIT)], options)
-
-    return make
+    return filled_tier()
 
 
 @pytest.fixture
@@ -71,31 +40,11 @@ def held(redis: DictTier) -> HeldTier:
 
 @pytest.fixture
 def rig(held: HeldTier) -> Iterator[Rig]:
-    with rig_over(held)() as made:
+    with rig_over(held) as made:
         yield made
         held.open()
         made.settle()
         made.store.check()
-
-
-def step(rig: Rig, held: HeldTier, calls: int = 1) -> None:
-    """Let calls through and collect what they brought."""
-    for _ in range(calls):
-        held.let_one_through()
-        assert rig.woken.acquire(timeout=10)
-        rig.store.pump()
-
-
-def finish(rig: Rig, held: HeldTier) -> None:
-    held.open()
-    rig.settle()
-
-
-def settle(rig: Rig, lease: Lease) -> RequestSettled:
-    rig.store.release(lease)
-    event = rig.events.of(RequestSettled)[-1]
-    assert event.asked_tokens == sum(event.hit_tokens.values()) + sum(event.miss_tokens.values())
-    return event
 
 
 class TestSharing:
@@ -246,7 +195,7 @@ class TestGivingUp:
             lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
             began = time.monotonic()
             rig.store.wait(lease, 0.1)
-            assert 0.1 <= time.monotonic() - began < 0.6
+            assert 0.1 <= time.monotonic() - began < 2
             assert (lease.blocks, lease.pending) == (0, 1)
             held.open()
             rig.store.wait(lease, 10)
@@ -256,7 +205,7 @@ class TestGivingUp:
             assert time.monotonic() - began < 1
 
     def test_a_store_closes_in_mid_flight(self, held: HeldTier) -> None:
-        with rig_over(held)() as rig:
+        with rig_over(held) as rig:
             lease = rig.store.acquire("1", make_chain(SPEC, "abcdef"))
             rig.write(make_chain(SPEC, "mnopqrst"))
             step(rig, held)
@@ -269,115 +218,9 @@ class TestGivingUp:
             rig.store.check()
 
 
-class TestTrouble:
-    @pytest.fixture
-    def faulty(self, redis: DictTier) -> FaultyTier:
-        return FaultyTier(redis, 0, {})
-
-    @pytest.fixture
-    def rig(self, faulty: FaultyTier) -> Iterator[Rig]:
-        with rig_over(faulty)() as made:
-            yield made
-            made.settle()
-            made.store.check()
-
-    @pytest.mark.parametrize(
-        ("fault", "cause"),
-        [
-            (Fault.FAIL, MissCause.COLD),
-            (Fault.SLOW, MissCause.COLD),
-            (Fault.CRASH, MissCause.COLD),
-            (Fault.LOSE, MissCause.COLD),
-            (Fault.CORRUPT, MissCause.CORRUPT),
-        ],
-    )
-    def test_it_costs_hits_and_never_the_request(
-        self, rig: Rig, faulty: FaultyTier, fault: Fault, cause: MissCause, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level(logging.CRITICAL)
-        faulty.odds = {fault: 1.0}
-        lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
-        rig.settle()
-        assert (lease.blocks, lease.pending) == (0, 0)
-        assert settle(rig, lease).miss_tokens == {cause: 24}
-        faulty.odds = {}
-        with rig.store.write(make_chain(SPEC, "abcdef")) as write:
-            fill(write)
-        rig.assert_promised(rig.store.acquire("again", make_chain(SPEC, "abcdef")))
-
-    def test_a_defect_in_a_tier_is_logged_and_hangs_nobody(
-        self, rig: Rig, faulty: FaultyTier, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        faulty.odds = {Fault.CRASH: 1.0}
-        lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
-        rig.settle()
-        assert lease.pending == 0
-        assert "background work failed" in caplog.text
-        assert "injected: this tier is broken" in caplog.text
-
-    def test_a_corrupt_block_is_reported_as_gone(self, rig: Rig, redis: DictTier) -> None:
-        """LMCache #4533 #4558; and what redis has behind it is kept for when the block is back."""
-        third = make_chain(SPEC, "abcdef").rows(WHOLE).hash_at(2)
-        key = (SPEC.root.digest, str(WHOLE), third)
-        redis.values[key] = redis.values[key]._replace(payload=bytes(1024))
-        lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
-        rig.settle()
-        assert (lease.blocks, lease.cause) == (2, MissCause.CORRUPT)
-        removed = [event for event in rig.events.of(BlocksRemoved) if event.tier is TierName.REDIS]
-        assert [(event.hashes, event.cause) for event in removed] == [(third, RemovalCause.CORRUPT)]
-        rig.write(make_chain(SPEC, "abc"))
-        assert rig.resident(rig.host, make_chain(SPEC, "abcdef")) == 6
-
-    def test_what_broke_on_the_way_is_not_why_the_run_ends(self, redis: DictTier) -> None:
-        """The corrupt block is computed by somebody else before the rest of the flight arrives."""
-        key = (SPEC.root.digest, str(WHOLE), make_chain(SPEC, "abcdef").rows(WHOLE).hash_at(2))
-        redis.values[key] = redis.values[key]._replace(payload=bytes(1024))
-        held = HeldTier(redis)
-        with rig_over(held)() as rig:
-            lease = rig.store.acquire("r", make_chain(SPEC, "abcdefgh"))
-            step(rig, held, 3)
-            rig.write(make_chain(SPEC, "abc"))
-            finish(rig, held)
-            assert lease.blocks == 6
-            assert settle(rig, lease).miss_tokens == {MissCause.COLD: 8}
-
-    def test_a_server_that_dies_half_way_has_served_the_first_blocks(
-        self, rig: Rig, faulty: FaultyTier, redis: DictTier
-    ) -> None:
-        del redis.values[(SPEC.root.digest, str(WHOLE), make_chain(SPEC, "abcdef").rows(WHOLE).hash_at(3))]
-        lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
-        rig.settle()
-        assert (lease.blocks, lease.cause) == (3, MissCause.COLD)
-        rig.assert_promised(lease)
-
-    def test_blocks_that_vanish_between_match_and_load(self, redis: DictTier) -> None:
-        """Seen in LMCache 0.5.6: evicted between EXISTS and GET, and the engine hung."""
-        held = HeldTier(redis)
-        with rig_over(held)() as rig:
-            lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
-            step(rig, held, 2)
-            redis.values.clear()
-            finish(rig, held)
-            assert (lease.blocks, lease.pending, lease.cause) == (2, 0, MissCause.COLD)
-            rig.assert_promised(lease)
-            assert rig.store.usage()[TierName.HOST].staged == 0
-
-    def test_a_late_answer_is_a_timeout(self, rig: Rig, redis: DictTier) -> None:
-        class LateLoads(FaultyTier):
-            def match(self, rows: object, deadline: float) -> int:
-                return redis.match(rows, deadline)  # type: ignore[arg-type]
-
-        late = LateLoads(redis, 0, {Fault.SLOW: 1.0})
-        with rig_over(late)() as slow:
-            lease = slow.store.acquire("r", make_chain(SPEC, "abcdef"))
-            slow.settle()
-            assert settle(slow, lease).miss_tokens == {MissCause.TIMEOUT: 24}
-            assert slow.store.usage()[TierName.HOST].staged == 0
-
-
 class TestRoom:
     def test_a_pool_full_of_leases_is_a_shorter_prefix_and_no_wait(self, redis: DictTier) -> None:
-        with rig_over(redis, host_extents=1)() as rig:
+        with rig_over(redis, host_extents=1) as rig:
             rig.write(make_chain(SPEC, "0123456789"))
             rig.settle()
             rig.store.acquire("holds", make_chain(SPEC, "0123456789"))
@@ -394,9 +237,7 @@ class TestRoom:
 class TestRanks:
     def test_a_run_is_as_long_as_the_shortest(self, rig: Rig, held: HeldTier, redis: DictTier) -> None:
         """LMCache #1467 #1379 #2903."""
-        del redis.values[
-            (DIVIDED.root.digest, str(SPLIT[1]), make_chain(DIVIDED, "abcd").rows(SPLIT[1]).hash_at(2))
-        ]
+        del redis.values[key_of(2, spec=DIVIDED, shard=SPLIT[1])]
         lease = rig.store.acquire("r", make_chain(DIVIDED, "abcd"), SPLIT)
         finish(rig, held)
         assert (lease.blocks, lease.pending, lease.cause) == (2, 0, MissCause.COLD)
@@ -407,10 +248,8 @@ class TestRanks:
         self, rig: Rig, held: HeldTier, redis: DictTier, first: int
     ) -> None:
         """Whichever lands last; and redis is not asked again for what it has answered."""
-        breaks = {SPLIT[first]: 1, SPLIT[1 - first]: 3}
-        for shard, block in breaks.items():
-            key = (DIVIDED.root.digest, str(shard), make_chain(DIVIDED, "abcd").rows(shard).hash_at(block))
-            redis.values[key] = redis.values[key]._replace(payload=bytes(1024 if block == 1 else 512))
+        damage(redis, key_of(1, spec=DIVIDED, shard=SPLIT[first]))
+        del redis.values[key_of(3, spec=DIVIDED, shard=SPLIT[1 - first])]
         lease = rig.store.acquire("r", make_chain(DIVIDED, "abcd"), SPLIT)
         finish(rig, held)
         assert settle(rig, lease).miss_tokens == {MissCause.CORRUPT: 12}
@@ -455,74 +294,3 @@ class TestCounting:
         found = rig.store.lookup(make_chain(SPEC, "abcdefgh"))
         assert found.matched == 24, "redis lost the head, which is here, and has the rest"
         assert found.alone[TierName.REDIS] == 0
-
-
-@pytest.mark.redis
-class TestRealServer:
-    def rig(self, url: str) -> AbstractContextManager[Rig]:
-        tier = RedisTier(RedisOptions(url), time.monotonic)
-        options = StoreOptions(probe_seconds=1.0, flight_seconds=1.0)
-        return make_rig(time.monotonic, [(SPEC, (WHOLE,))], RigOptions(redis=tier, store=options))
-
-    def ask(self, rig: Rig, request: str, letters: str = "abcdef") -> RequestSettled:
-        lease = rig.store.acquire(request, make_chain(SPEC, letters))
-        rig.store.wait(lease, 5)
-        rig.assert_promised(lease)
-        return settle(rig, lease)
-
-    def test_a_second_process_finds_what_the_first_has_computed(
-        self, start_valkey: Callable[..., ValkeyServer]
-    ) -> None:
-        server = start_valkey()
-        with self.rig(server.url) as first:
-            first.write(make_chain(SPEC, "abcdef"))
-            assert first.store.drain(5)
-        with self.rig(server.url) as second:
-            assert self.ask(second, "r").hit_tokens == {TierName.REDIS: 24}
-            assert self.ask(second, "again").hit_tokens == {TierName.HOST: 24}
-            second.store.check()
-
-    def test_a_server_that_comes_goes_and_stalls(self, start_valkey: Callable[..., ValkeyServer]) -> None:
-        """LMCache #3565 #4945 #5255: hits are lost, requests are not, and nothing has to be restarted."""
-        server = start_valkey()
-        with self.rig(server.url) as rig:
-            rig.write(make_chain(SPEC, "abcdef"))
-            assert rig.store.drain(5)
-            rig.host.pool.evict(rig.host.pool.extents.classes()[0], 6)
-            server.stop()
-            lease = rig.store.acquire("stalled", make_chain(SPEC, "abcdef"))
-            began = time.monotonic()
-            rig.store.wait(lease, 0.2)
-            assert time.monotonic() - began < 0.7
-            rig.store.release(lease)
-            server.resume()
-            assert rig.store.usage()[TierName.HOST].leased == 0
-            server.kill()
-            assert self.ask(rig, "dead").hit_tokens == {}
-            server.restart()
-            deadline = time.monotonic() + 10
-            while TierName.REDIS not in rig.events.of(RequestSettled)[-1].hit_tokens:
-                assert time.monotonic() < deadline, "it was not found again"
-                rig.write(make_chain(SPEC, "abcdef"))
-                rig.store.drain(2)
-                rig.host.pool.evict(rig.host.pool.extents.classes()[0], 6)
-                self.ask(rig, f"back at {time.monotonic()}")
-            rig.store.check()
-
-    def test_one_flipped_byte_is_one_miss(self, start_valkey: Callable[..., ValkeyServer]) -> None:
-        """LMCache #4533 #4558."""
-        server = start_valkey()
-        with self.rig(server.url) as first:
-            first.write(make_chain(SPEC, "abc"))
-            assert first.store.drain(5)
-        third = make_chain(SPEC, "abc").rows(WHOLE).hash_at(2).hex().encode()
-        (key,) = [key for key in server.client.scan_iter() if bytes(key).endswith(third)]
-        size = server.client.strlen(key)
-        server.client.setrange(
-            key, size - 1, bytes([payload_of(make_chain(SPEC, "abc").rows(WHOLE), 2)[-1] ^ 1])
-        )
-        with self.rig(server.url) as second:
-            event = self.ask(second, "r", "abc")
-            assert event.hit_tokens == {TierName.REDIS: 8}
-            assert event.miss_tokens == {MissCause.CORRUPT: 4}
-        assert server.client.exists(key) == 0

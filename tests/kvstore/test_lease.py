@@ -11,7 +11,7 @@ from kvstore.block import WHOLE, MissCause, Shard, TierName
 from kvstore.errors import LeaseError, NamespaceError
 from kvstore.events import RequestSettled, TokensProbed
 from kvstore.evict.base import NO_HINTS
-from kvstore.lease import Lease, LeaseTable
+from kvstore.lease import LeaseTable
 from kvstore.store import BlockStatus, StoreOptions
 from tests.support.stores import (
     SPLIT,
@@ -265,117 +265,6 @@ class TestLookup:
         found = two_tiers.store.lookup(make_chain(SPEC, "abcd"))
         assert found.served == {TierName.DEVICE: 8, TierName.HOST: 8}
         assert found.alone == {TierName.DEVICE: 8, TierName.HOST: 16}
-
-
-class TestPromotion:
-    def acquire(self, rig: Rig, letters: str, request: str = "r") -> Lease:
-        return rig.store.acquire(request, make_chain(SPEC, letters))
-
-    def test_blocks_go_up_and_stay_promised(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abcd"))
-        lease = self.acquire(two_tiers, "abcd")
-        assert two_tiers.store.promote(lease) == 4
-        assert [segment.tier for segment in lease.segments[WHOLE]] == [TierName.DEVICE]
-        two_tiers.assert_promised(lease)
-        usage = two_tiers.store.usage()
-        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (4096, 0)
-        assert two_tiers.store.promote(lease) == 4
-        two_tiers.store.release(lease)
-        assert leased_bytes(two_tiers) == 0
-        assert settled(two_tiers)[0].hit_tokens == {TierName.HOST: 16}, "it came from there"
-
-    def test_two_requests_bring_the_same_blocks_up(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abcd"))
-        first, second = self.acquire(two_tiers, "abcd", "1"), self.acquire(two_tiers, "abcd", "2")
-        assert two_tiers.store.promote(first) == 4
-        assert two_tiers.store.promote(second) == 4
-        assert two_tiers.store.usage()[TierName.DEVICE].ready == 4096
-        two_tiers.store.release(first)
-        two_tiers.assert_promised(second)
-        two_tiers.store.check()
-
-    def test_to_find_them_up_there_is_to_use_them(self, two_tiers: Rig) -> None:
-        for letters in ("abcd", "wxyz"):
-            two_tiers.write(make_chain(SPEC, letters))
-        leases = [
-            self.acquire(two_tiers, letters, str(each))
-            for each, letters in enumerate(("abcd", "wxyz", "abcd"))
-        ]
-        for lease in leases:
-            two_tiers.store.promote(lease)
-            two_tiers.store.release(lease)
-        assert len(two_tiers.store.reserve(SPEC.root.digest, 4)) == 4
-        assert two_tiers.resident(two_tiers.top, make_chain(SPEC, "abcd")) == 4
-
-    def test_part_of_them_may_be_up_already(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abcdef"))
-        lease = self.acquire(two_tiers, "abcdef", "all")
-        shorter = self.acquire(two_tiers, "abc", "part")
-        two_tiers.store.promote(shorter)
-        two_tiers.store.release(shorter)
-        assert two_tiers.store.promote(lease) == 6
-        two_tiers.assert_promised(lease)
-
-    def test_a_device_that_is_too_small_cuts_the_run(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abcdefghijkl", tail=1))
-        lease = self.acquire(two_tiers, "abcdefghijkl")
-        assert two_tiers.store.promote(lease) == lease.blocks == 8
-        two_tiers.assert_promised(lease)
-        assert two_tiers.store.usage()[TierName.HOST].leased == 0
-        two_tiers.store.release(lease)
-        (event,) = settled(two_tiers)
-        assert event.hit_tokens == {TierName.HOST: 32}
-        assert event.miss_tokens == {MissCause.QUOTA: 16}
-
-    def test_a_device_full_of_leases_cuts_it_to_nothing(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abcdefgh"))
-        two_tiers.write(make_chain(SPEC, "xy"))
-        two_tiers.store.promote(self.acquire(two_tiers, "abcdefgh", "all"))
-        lease = self.acquire(two_tiers, "xy")
-        assert two_tiers.store.promote(lease) == lease.blocks == 0
-        assert lease.segments[WHOLE] == []
-
-    def test_a_cut_is_a_cut_for_all_ranks(self, two_tiers: Rig) -> None:
-        for shard in SPLIT:
-            two_tiers.write(make_chain(DIVIDED, "abcdef"), shard)
-        lease = two_tiers.store.acquire("r", make_chain(DIVIDED, "abcdef"), SPLIT)
-        assert two_tiers.store.promote(lease, SPLIT[0]) == 6
-        assert two_tiers.store.promote(lease, SPLIT[1]) == 2
-        two_tiers.assert_promised(lease)
-        usage = two_tiers.store.usage()
-        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (4096, 0)
-        two_tiers.store.release(lease)
-        assert leased_bytes(two_tiers) == 0
-
-    def test_ranks_are_promoted_one_by_one(self, two_tiers: Rig) -> None:
-        """What one rank brings up must not let go of what the other holds."""
-        for shard in SPLIT:
-            two_tiers.write(make_chain(DIVIDED, "abc"), shard)
-        lease = two_tiers.store.acquire("r", make_chain(DIVIDED, "abc"), SPLIT)
-        two_tiers.store.promote(lease, SPLIT[0])
-        usage = two_tiers.store.usage()
-        assert (usage[TierName.DEVICE].leased, usage[TierName.HOST].leased) == (3072, 3072)
-        two_tiers.assert_promised(lease)
-
-    def test_who_knows_only_hashes_may_promote(self, two_tiers: Rig) -> None:
-        two_tiers.write(make_chain(SPEC, "abc"))
-        lease = two_tiers.store.acquire("r", hash_only(make_chain(SPEC, "abc")))
-        assert two_tiers.store.promote(lease) == 3
-        assert two_tiers.resident(two_tiers.top, make_chain(SPEC, "abc")) == 3
-
-    def test_what_is_over_is_not_promoted(self, two_tiers: Rig) -> None:
-        """Its slots may hold anything by now, and it would be copied under the old names."""
-        two_tiers.write(make_chain(SPEC, "abc"))
-        lease = self.acquire(two_tiers, "abc")
-        two_tiers.store.release(lease)
-        with pytest.raises(LeaseError, match="is over"):
-            two_tiers.store.promote(lease)
-
-    def test_without_a_device_there_is_nothing_to_do(self, rig: Rig) -> None:
-        rig.write(make_chain(SPEC, "abc"))
-        lease = self.acquire(rig, "abc")
-        assert rig.store.promote(lease) == 3
-        rig.assert_promised(lease)
 
 
 class TestTable:

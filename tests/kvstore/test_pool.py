@@ -1,8 +1,7 @@
-"""Slots through their life, found by hash, freed by leaf; extents handed from one size to another."""
+"""Slots through their life, found by hash, freed by leaf."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,65 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Residency, SlotArray
-from kvstore.errors import NamespaceError, PoolError
+from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Residency
 from kvstore.events import RemovalCause
-from kvstore.index import Space
 from kvstore.integrity import check_pool
-from kvstore.pool import BlockPool
-from kvstore.spec import NamespaceSpec
 from kvstore.table import SlotState
-from kvstore.tiers.device import DeviceTier
-from tests.support.stores import FakeClock, make_chain, make_device, make_spec
-
-SPEC = make_spec(payload_bytes=1024)
-OTHER = make_spec("other", payload_bytes=4096, block_size=8)
-
-
-class Bench:
-    """A pool of 1 KiB and 4 KiB slots in 16 KiB extents, over tensor memory."""
-
-    def __init__(self, extents: int = 2, extent_bytes: int = 16 << 10) -> None:
-        self.clock = FakeClock()
-        self.tier: DeviceTier = make_device(self.clock, extents=extents, extent_bytes=extent_bytes)
-        self.pool: BlockPool = self.tier.pool
-        self.space = self.open(SPEC)
-        self.other = self.open(OTHER)
-
-    def open(self, spec: NamespaceSpec) -> Space:
-        return self.pool.open_space(spec.root.digest, WHOLE, spec.payload_bytes_on(), spec.block_size)
-
-    def rows(self, letters: str, spec: NamespaceSpec = SPEC) -> BlockRows:
-        return make_chain(spec, letters).rows(WHOLE)
-
-    def put(self, letters: str, spec: NamespaceSpec = SPEC) -> SlotArray:
-        """Make the blocks that are not there yet READY; the slots of the whole prompt."""
-        self.clock.advance(1)
-        rows = self.rows(letters, spec)
-        lacking = np.flatnonzero([is_ is Residency.MISS for is_ in self.pool.residency(rows)])
-        space = self.pool.space(rows.namespace, WHOLE)
-        assert space is not None
-        slots = self.pool.stage(space, len(lacking), rows.pick(lacking))
-        assert len(slots) == len(lacking), "no room"
-        assert self.pool.commit(slots, rows.pick(lacking), None, time=self.clock()).all()
-        return self.pool.match(rows).slots
-
-    def match(self, letters: str, spec: NamespaceSpec = SPEC) -> int:
-        return len(self.pool.match(self.rows(letters, spec)).slots)
-
-    def states(self, slots: SlotArray) -> set[SlotState]:
-        return {SlotState(state) for state in self.pool.extents.state[slots].tolist()}
-
-    def generations(self, slots: SlotArray) -> list[int]:
-        containing = self.pool.extents.containing
-        return [
-            int(containing(slot).table.generation[slot - containing(slot).base]) for slot in slots.tolist()
-        ]
-
-    def removals(self) -> list[tuple[RemovalCause, int]]:
-        taken = [(each.cause, len(each.hashes) // 16) for each in self.pool.removed]
-        self.pool.removed.clear()
-        return taken
+from tests.support.pools import SPEC, Bench
+from tests.support.stores import make_chain, make_spec
 
 
 @pytest.fixture
@@ -278,139 +224,3 @@ class TestEviction:
             return order
 
         assert run() == run()
-
-
-class TestOrphans:
-    def test_a_parent_that_returns_finds_its_children(self, bench: Bench) -> None:
-        slots = bench.put("abcd")
-        bench.pool.discard(slots[1:2], RemovalCause.CORRUPT)
-        check_pool(bench.pool)
-        assert bench.removals() == [(RemovalCause.CORRUPT, 1)]
-        assert bench.match("abcd") == 1
-        bench.put("abcd")
-        assert bench.match("abcd") == 4
-
-    def test_siblings_may_leave_together(self, bench: Bench) -> None:
-        leaving = np.array([bench.put("ab")[1], bench.put("ac")[1]])
-        assert bench.pool.discard(leaving, RemovalCause.CLEARED) == 2
-        check_pool(bench.pool)
-        assert bench.pool.evict(bench.space.slot_class, 1) == 1
-
-    def test_orphans_go_first(self, bench: Bench) -> None:
-        bench.put("wxyz")
-        slots = bench.put("abcd")
-        bench.pool.discard(slots[:1], RemovalCause.CORRUPT)
-        bench.pool.evict(bench.space.slot_class, 3)
-        assert bench.match("wxyz") == 4
-        assert bench.pool.residency(bench.rows("abcd")) == [Residency.MISS] * 4
-
-    def test_thousands_of_orphans_of_one_parent_are_evicted_in_linear_time(self) -> None:
-        """LMCache #418 #4563: with a list of them, this takes seconds."""
-        bench = Bench(extents=1, extent_bytes=4 << 20)
-        space = bench.open(make_spec("tiny", payload_bytes=64))
-        root = bench.put("a", make_spec("tiny", payload_bytes=64))
-        children = 20_000
-        rows = children_of(make_chain(make_spec("tiny", payload_bytes=64), "a"), children)
-        slots = bench.pool.stage(space, children)
-        bench.pool.commit(slots, rows, None, time=1.0)
-        bench.pool.discard(root, RemovalCause.CORRUPT)
-        began = time.perf_counter()
-        assert bench.pool.evict(space.slot_class, children) == children
-        assert time.perf_counter() - began < 0.6
-        check_pool(bench.pool)
-
-
-def children_of(chain: Chain, count: int) -> BlockRows:
-    """Second blocks of ``count`` prompts with one beginning."""
-    numbers = np.arange(count, dtype="<u8")
-    hashes = np.stack((numbers, numbers + np.uint64(1 << 40)), axis=1).tobytes()
-    return BlockRows(
-        chain.namespace,
-        WHOLE,
-        hashes,
-        chain.hashes * count,
-        chain.hashes * count,
-        np.ones(count, dtype=np.uint32),
-        np.repeat(numbers.astype(np.uint32)[:, None], chain.root.block_size, axis=1),
-        numbers,
-    )
-
-
-class TestExtents:
-    def test_the_pool_grows_as_it_is_used(self, bench: Bench) -> None:
-        assert bench.pool.usage().reserved == 0
-        bench.put("a")
-        assert bench.pool.usage().reserved == 16 << 10
-
-    def test_the_colder_extent_changes_hands(self, bench: Bench) -> None:
-        bench.put("abcdefghijklmnop")
-        bench.put("qrstuvwx")
-        assert bench.put("ab", OTHER).size == 2
-        assert bench.match("abcdefghijklmnop") == 0
-        assert bench.match("qrstuvwx") == 8
-        assert bench.removals() == [(RemovalCause.RECLAIMED, 16)]
-
-    def test_a_warmer_extent_stays_where_it_is(self, bench: Bench) -> None:
-        bench.put("abcdefghijklmnop")
-        bench.put("wxyz", OTHER)
-        bench.put("qr")
-        assert bench.match("wxyz", OTHER) == 4
-        assert bench.match("abcdefghijklmnop") == 14
-
-    def test_an_extent_that_changes_hands_has_another_generation(self, bench: Bench) -> None:
-        """local-inference-lab/vllm #480: an old lease must not read what is there now."""
-        bench.put("abcdefghijklmnop")
-        old = bench.pool.extents.containing(int(bench.put("a")[0]))
-        bench.put("qrstuvwxyzabcdef")
-        bench.put("mnop", OTHER)
-        new = next(each for each in bench.pool.extents.extents() if each.number == old.number)
-        assert new.generation > old.generation
-
-    @pytest.mark.parametrize("use", ["leased", "staged", "quarantined"])
-    def test_an_extent_in_use_does_not(self, bench: Bench, use: str) -> None:
-        if use == "leased":
-            bench.pool.pin(bench.put("!"), until=9.0)
-        else:
-            taken = bench.pool.stage(bench.space, 1)
-            if use == "quarantined":
-                bench.pool.quarantine(taken)
-        bench.put("abcdefghijklmno")
-        bench.put("qrst")
-        bench.put("xy", OTHER)
-        assert bench.match("abcdefghijklmno") == 15, "the extent is colder, and one of its slots is in use"
-        assert bench.match("qrst") == 0
-
-    def test_what_hangs_below_a_reclaimed_block_is_found_again_with_it(self, bench: Bench) -> None:
-        bench.put("abcdefghijklmnop")
-        bench.put("abcdefghijklmnopqrst")
-        bench.put("x", OTHER)
-        assert bench.match("abcdefghijklmnopqrst") == 0
-        check_pool(bench.pool)
-        bench.pool.evict(bench.other.slot_class, 1)
-        bench.pool.evict(bench.space.slot_class, 2)
-        check_pool(bench.pool)
-
-    def test_slot_ids_do_not_run_away_when_extents_change_hands(self, bench: Bench) -> None:
-        for _ in range(20):
-            bench.put("abcdefghijklmnopqrstuvwxyz")
-            bench.pool.evict(bench.space.slot_class, 1000)
-            bench.put("abcdefgh", OTHER)
-            bench.pool.evict(bench.other.slot_class, 1000)
-        assert bench.pool.extents.slots <= 2 * (16 + 4)
-
-    def test_a_slot_that_fits_no_extent_is_an_error_with_numbers(self, bench: Bench) -> None:
-        with pytest.raises(PoolError, match=r"17000 bytes does not fit an extent of 16384 bytes; raise"):
-            bench.open(make_spec("wide", payload_bytes=17000))
-
-    def test_a_namespace_cannot_change_the_size_of_its_blocks(self, bench: Bench) -> None:
-        """dynamo #1233 #659 are of this kind: two sizes under one name are garbage."""
-        with pytest.raises(
-            NamespaceError, match=r"4 tokens and 1024 bytes .* not of 4 tokens and 2048 bytes"
-        ):
-            bench.pool.open_space(SPEC.root.digest, WHOLE, 2048, 4)
-
-    def test_a_pool_without_an_extent_is_an_error_with_numbers(self) -> None:
-        with pytest.raises(
-            PoolError, match=r"pool of 0 bytes holds no extent of 16384 bytes; raise its size"
-        ):
-            make_device(FakeClock(), extents=0, extent_bytes=16 << 10)

@@ -20,13 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from kvstore.block import TierName
 from prefill import cli
-from prefill.demo.workload import FIRST_TURNS, USERS
+from prefill.demo.workload import FIRST_TURNS
 from prefill.model import load_model
 from tests.support.models import save_tiny_model, tiny_config
 from tests.support.workers import WorkerOptions, answer, assert_quiet, make_worker, request_of, watch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-REQUESTS = len(USERS) * (FIRST_TURNS + 1) + 1
+USERS = 3
+REQUESTS = USERS * (FIRST_TURNS + 1) + 1
 
 
 @pytest.fixture(scope="module")
