@@ -181,7 +181,9 @@ class Chain:
         blocks = len(ids) // root.block_size
         if max_blocks is not None:
             blocks = min(blocks, max_blocks)
-        used = ids[: blocks * root.block_size]
+        # A copy: the caller may use its buffer again, and what was hashed must stay what is stored.
+        used = ids[: blocks * root.block_size].copy()
+        used.setflags(write=False)
         return cls(
             root=root,
             hashes=hash_blocks(root, used, extras),

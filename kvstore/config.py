@@ -180,9 +180,6 @@ class Config(BaseModel):
     write_seconds: Seconds = 30
     """Time a writer has between staging blocks and committing them."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message that is logged."""
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.pool_bytes < self.extent_bytes:
@@ -336,7 +333,7 @@ def mask_url(url: str) -> str:
         scheme, slashes, login = head.rpartition("://")
         user, colon, _password = login.partition(":")
         url = f"{scheme}{slashes}{user}{colon}{_MASK if colon else ''}@{place}"
-    return re.sub(r"(?i)\b(password=)[^&#]*", rf"\g<1>{_MASK}", url)
+    return re.sub(r"(?i)(password=)[^&#]*", rf"\g<1>{_MASK}", url)
 
 
 def _format_value(name: str, value: object) -> str:

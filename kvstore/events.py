@@ -6,11 +6,24 @@ Times are seconds on the store's clock.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstore.block import MissCause, Shard, TierName
+from kvstore.hints import NO_HINTS, Hints
+
+Seconds = NDArray[np.float64]
+
+_log = logging.getLogger(__name__)
+
+
+def _no_seconds() -> Seconds:
+    return np.zeros(0)
 
 
 class RemovalCause(StrEnum):
@@ -26,12 +39,11 @@ class DropCause(StrEnum):
     """Why blocks were never stored; label values of ``kvstore_dropped_blocks_total``."""
 
     FULL = "full"
-    ABORTED = "aborted"
     DEADLINE = "deadline"
     QUEUE = "queue"
     COLLISION = "collision"
     UNAVAILABLE = "unavailable"
-    DUPLICATE = "duplicate"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +59,13 @@ class BlocksStored:
     """Bytes of one block."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlocksRemoved:
-    """Blocks of one namespace and shard stopped being readable in a tier."""
+    """Blocks of one namespace and shard stopped being readable in a tier.
+
+    ``lifetimes`` and ``idle`` are seconds, one a block, since it was stored and since it was used;
+    ``unread_blocks`` of them were never read. Empty and 0 where the tier keeps no such books.
+    """
 
     time: float
     tier: TierName
@@ -57,6 +73,25 @@ class BlocksRemoved:
     shard: Shard
     hashes: bytes
     cause: RemovalCause
+    payload_bytes: int
+    lifetimes: Seconds = field(default_factory=_no_seconds)
+    idle: Seconds = field(default_factory=_no_seconds)
+    unread_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlocksReused:
+    """A request hit blocks in a tier. ``gaps`` are the seconds since each was used before.
+
+    ``first_reads`` of them had never been read since they were stored.
+    """
+
+    time: float
+    tier: TierName
+    namespace: bytes
+    gaps: Seconds
+    first_reads: int
+    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +109,9 @@ class BlocksDropped:
 class RequestSettled:
     """One request's tokens, counted once: asked = sum of hits + sum of misses.
 
-    ``tier_asked`` is what each tier was asked for, that tier's own denominator.
+    ``tier_asked`` is what each tier was asked for, that tier's own denominator. ``hashes`` are the
+    whole blocks that were asked (packed), ``hit_blocks`` how many of them, from the first on, were
+    used: what a recording or a what-if needs.
     """
 
     time: float
@@ -83,6 +120,9 @@ class RequestSettled:
     hit_tokens: dict[TierName, int] = field(default_factory=dict)
     miss_tokens: dict[MissCause, int] = field(default_factory=dict)
     tier_asked: dict[TierName, int] = field(default_factory=dict)
+    hashes: bytes = b""
+    hit_blocks: int = 0
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +145,27 @@ class BytesMoved:
     seconds: float
 
 
-Event = BlocksStored | BlocksRemoved | BlocksDropped | RequestSettled | TokensProbed | BytesMoved
+Event = (
+    BlocksStored | BlocksRemoved | BlocksReused | BlocksDropped | RequestSettled | TokensProbed | BytesMoved
+)
 Listener = Callable[[Event], None]
 
 
 class EventBus:
-    """Hands each event to every listener, in order, on the owner's thread."""
+    """Hands each event to every listener, in order, on the owner's thread.
+
+    A listener that raises is logged and goes on listening: what only watches the store must not be
+    able to stop it. ``failures`` counts.
+    """
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
         self._listeners = listeners
+        self.failures = 0
 
     def emit(self, event: Event) -> None:
         for listener in self._listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:  # noqa: BLE001 - whatever a listener does, the store goes on
+                self.failures += 1
+                _log.exception("a listener failed on %s", type(event).__name__)

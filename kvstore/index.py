@@ -19,7 +19,8 @@ NO_PARENT = -1
 class Space:
     """The blocks of one namespace and shard in one pool.
 
-    ``awaiting`` lists, by the parent's hash, resident blocks whose parent is not resident.
+    ``awaiting`` lists, by the parent's hash, resident blocks whose parent is not resident. ``lost``
+    says that some block has left, so that a missing one need not be new.
     """
 
     number: int
@@ -29,6 +30,7 @@ class Space:
     payload_bytes: int
     slot_class: SlotClass
     ready: dict[bytes, int] = field(default_factory=dict)
+    lost: bool = False
     staged: dict[bytes, int] = field(default_factory=dict)
     awaiting: dict[bytes, set[int]] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvstore.block import Chain, MissCause, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
-from kvstore.evict.base import NO_HINTS, Hints
+from kvstore.hints import NO_HINTS, Hints
 
 
 class Segment(NamedTuple):
@@ -33,7 +33,8 @@ class Lease:
     ``held`` is what the lease pins beside them. ``pending`` counts promotions that may yet make
     the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many blocks
     redis was asked for, ``asked_at`` where the run ended when it was last asked, and ``broke``
-    where and why the first of the promotions since then came to an end.
+    where and why the first of the promotions since then came to an end. ``seen`` says that the
+    policies were told of the request.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Lease:
     asked_redis: int = 0
     asked_at: int = 0
     broke: tuple[int, MissCause] | None = None
+    seen: bool = False
     segments: dict[Shard, list[Segment]] = field(default_factory=dict)
     held: list[tuple[TierName, SlotArray]] = field(default_factory=list)
 
@@ -120,8 +122,8 @@ class LeaseTable:
     def renew(self, lease: Lease, deadline: float) -> None:
         """Move a live lease's deadline out."""
         assert not lease.over
+        # Its one entry in the heap is moved when it comes up.
         lease.deadline = deadline
-        heapq.heappush(self._deadlines, (deadline, lease.id))
 
     def close(self, lease: Lease) -> None:
         """Forget a lease; what it holds is the caller's to unpin."""
@@ -131,10 +133,14 @@ class LeaseTable:
 
     def overdue(self, now: float) -> list[Lease]:
         """Live leases whose deadline has passed."""
-        late: dict[int, Lease] = {}
+        late: list[Lease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease_id = heapq.heappop(self._deadlines)
             lease = self._by_id.get(lease_id)
-            if lease is not None and lease.deadline <= now:
-                late[lease_id] = lease
-        return list(late.values())
+            if lease is None:
+                continue
+            if lease.deadline > now:
+                heapq.heappush(self._deadlines, (lease.deadline, lease_id))
+            else:
+                late.append(lease)
+        return late

@@ -8,13 +8,12 @@ from numpy.typing import NDArray
 from kvstore.block import HASH_BYTES, BlockRows, SlotArray
 from kvstore.evict.base import Occupancy
 from kvstore.extents import ExtentMap
-from kvstore.index import NO_PARENT, Space, split_hashes
+from kvstore.index import Space, split_hashes
 from kvstore.table import hash_words, same_rows
 
 _SHORT_RUN = 8
 _WINDOW = 64
 _GROWTH = 8
-_CLIMB = 512
 
 
 def leading_run(space: Space, extents: ExtentMap, occupancy: Occupancy, rows: BlockRows) -> SlotArray:
@@ -69,23 +68,6 @@ def _run_from(slot: int, words: NDArray[np.uint64], extents: ExtentMap, occupanc
             break
         reach *= _GROWTH
     return run
-
-
-def chain_up_to(occupancy: Occupancy, slot: int, longest: int) -> SlotArray:
-    """Slots of the resident chain that ends in ``slot``, in chain order; none for NO_PARENT.
-
-    ``longest`` is the number of blocks that it may have: colliding hashes could close a ring.
-    """
-    parts: list[SlotArray] = []
-    while slot != NO_PARENT and longest > 0:
-        first = max(0, slot + 1 - min(_CLIMB, longest))
-        linked = occupancy.parent[first + 1 : slot + 1] == np.arange(first, slot, dtype=np.int32)
-        cut = np.flatnonzero(~linked)
-        first += int(cut[-1]) + 1 if len(cut) else 0
-        parts.append(np.arange(first, slot + 1, dtype=np.int64))
-        longest -= len(parts[-1])
-        slot = int(occupancy.parent[first])
-    return np.concatenate(parts[::-1]) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _look_up(space: Space, hashes: bytes, start: int, stop: int) -> SlotArray:

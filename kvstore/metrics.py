@@ -11,20 +11,26 @@ and for one tier, over what was asked of that tier:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvstore.block import HASH_BYTES, TierName
 from kvstore.events import (
     BlocksDropped,
     BlocksRemoved,
+    BlocksReused,
     BlocksStored,
     BytesMoved,
     Event,
     RequestSettled,
+    Seconds,
     TokensProbed,
 )
 from kvstore.pool import PoolUsage
@@ -32,6 +38,7 @@ from kvstore.pool import PoolUsage
 MODELS_MAX = 50
 OTHER_MODELS = "other"
 CALLER = "caller"
+_AGE_SECONDS = (1.0, 10.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 86_400.0, 604_800.0)
 _TRANSFER_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -75,6 +82,10 @@ class Metrics:
             registry=registry,
         )
 
+        self._lifetime = BlockAges("block_lifetime", "From stored to removed, of removed blocks.", registry)
+        self._idle = BlockAges("block_idle_before_evict", "From last used to removed.", registry)
+        self._gap = BlockAges("block_reuse_gap", "Between two uses of a block.", registry)
+
     def __call__(self, event: Event) -> None:
         match event:
             case RequestSettled():
@@ -85,6 +96,10 @@ class Metrics:
                 self._stored.labels(event.tier).inc(len(event.hashes) // HASH_BYTES)
             case BlocksRemoved():
                 self._evicted.labels(event.tier, event.cause).inc(len(event.hashes) // HASH_BYTES)
+                self._lifetime.observe(event.tier, event.lifetimes)
+                self._idle.observe(event.tier, event.idle)
+            case BlocksReused():
+                self._gap.observe(event.tier, event.gaps)
             case BlocksDropped():
                 self._dropped.labels(event.tier, event.cause).inc(event.blocks)
             case BytesMoved():
@@ -106,6 +121,32 @@ class Metrics:
         if model not in self._models and len(self._models) < MODELS_MAX:
             self._models.add(model)
         return model if model in self._models else OTHER_MODELS
+
+
+class BlockAges(Collector):
+    """A histogram that takes the seconds of many blocks at once: a prompt may hit thousands."""
+
+    def __init__(self, what: str, documentation: str, registry: CollectorRegistry) -> None:
+        self._name = f"kvstore_{what}_seconds"
+        self._documentation = documentation
+        self._counts: dict[TierName, NDArray[np.int64]] = {}
+        self._sums: dict[TierName, float] = {}
+        registry.register(self)
+
+    def observe(self, tier: TierName, seconds: Seconds) -> None:
+        if len(seconds):
+            buckets = np.searchsorted(_AGE_SECONDS, seconds)
+            counts = np.bincount(buckets, minlength=len(_AGE_SECONDS) + 1)
+            self._counts[tier] = self._counts.get(tier, 0) + counts
+            self._sums[tier] = self._sums.get(tier, 0.0) + float(seconds.sum())
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._documentation, labels=["tier"])
+        for tier, counts in self._counts.items():
+            bounds = [*map(floatToGoString, (*_AGE_SECONDS, math.inf))]
+            cumulative = list(zip(bounds, counts.cumsum().tolist(), strict=True))
+            family.add_metric([tier], cumulative, self._sums[tier])
+        yield family
 
 
 class PoolGauges(Collector):

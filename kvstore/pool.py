@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
 from kvstore.errors import NamespaceError, PoolError
 from kvstore.events import RemovalCause
-from kvstore.evict.base import NO_HINTS, Evictor, Hints, Occupancy, Touch
+from kvstore.evict.base import Evictor, Occupancy, Touch
 from kvstore.extents import Extent, ExtentMap, Memory, SlotClass, grown
 from kvstore.index import (
     NO_PARENT,
@@ -29,9 +29,10 @@ from kvstore.index import (
     unlink,
     unstage,
 )
-from kvstore.match import agreement, chain_up_to, leading_run
+from kvstore.match import agreement, leading_run
 from kvstore.reclaim import coldest_idle_extent, is_colder
 from kvstore.spec import slot_bytes_for
+from kvstore.stamps import History, Reuse, history, mark_stored, mark_used
 from kvstore.table import SlotState
 
 _NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
@@ -50,6 +51,7 @@ class Removed(NamedTuple):
     space: Space
     hashes: bytes
     cause: RemovalCause
+    history: History
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ class BlockPool:
         agreed = agreement(self.extents, slots, rows)
         if agreed < len(slots):
             return Match(slots[:agreed], MissCause.COLLISION)
-        return Match(slots, None if agreed == len(rows) else MissCause.UNKNOWN)
+        if agreed == len(rows):
+            return Match(slots, None)
+        return Match(slots, MissCause.UNKNOWN if space.lost else MissCause.COLD)
 
     def residency(self, rows: BlockRows) -> list[Residency]:
         """Per block: READY, PENDING (being written) or MISS; by hash alone."""
@@ -168,7 +172,7 @@ class BlockPool:
 
         A block that is READY already, or being written by somebody else, stays STAGED and
         unnamed here. ``checksums`` None means that the payload has none yet (device memory).
-        The policy sees one request: these blocks behind the chain that they hang from.
+        The policy is told behind which block they hang.
         """
         space = self._spaces[rows.namespace, rows.shard]
         fresh = claim(space, rows, slots)
@@ -177,9 +181,10 @@ class BlockPool:
             slots, rows = slots[kept], rows.pick(kept)
             checksums = None if checksums is None else [checksums[block] for block in kept.tolist()]
         if len(slots):
-            ahead = chain_up_to(self.occupancy, self._parent_of(space, rows), int(rows.indexes[0]))
+            parent = self._parent_of(space, rows)
+            mark_stored(self.extents, slots, time)
             self._publish(space, slots, rows, checksums)
-            self.touch(np.concatenate((ahead, slots)), len(ahead), time)
+            self._evictor(space.slot_class).add(slots, parent, time)
         return fresh
 
     def abort(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
@@ -198,13 +203,11 @@ class BlockPool:
 
     # -- using ----------------------------------------------------------------------------------
 
-    def touch(self, slots: SlotArray, hit_blocks: int, time: float, hints: Hints = NO_HINTS) -> None:
-        """A request used this run, in chain order: recency for the policy and for a restart."""
-        if len(slots):
-            for extent, _, rows in self.extents.groups(slots):
-                extent.table.used_at[rows] = time
-            space = self._space_at(int(slots[0]))
-            self._evictor(space.slot_class).touch(Touch(slots, hit_blocks, time, hints))
+    def touch(self, space: Space, touch: Touch) -> Reuse:
+        """A request was made: recency and reads for the policy, for measures and for a restart."""
+        reuse = mark_used(self.extents, touch.slots, touch.hit_blocks, touch.time)
+        self._evictor(space.slot_class).touch(touch)
+        return reuse
 
     def pin(self, slots: SlotArray, until: float) -> None:
         """One more lease on each; a pinned slot is neither evicted nor reclaimed."""
@@ -336,7 +339,8 @@ class BlockPool:
         for space, part in self._by_space(slots):
             identities = self.rows_of(part)
             unlink(space, self.occupancy, identities, part)
-            self.removed.append(Removed(space, identities.hashes, cause))
+            space.lost = True
+            self.removed.append(Removed(space, identities.hashes, cause, history(self.extents, part)))
         self._move(slots, SlotState.READY, SlotState.FREE)
 
     def _publish(

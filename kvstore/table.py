@@ -40,7 +40,7 @@ class Column(NamedTuple):
 
 
 def _columns(block_size: int) -> tuple[Column, ...]:
-    """Columns in file order. ``shard`` packs four u16, ``used_at`` and ``lease_until`` seconds."""
+    """Columns in file order. ``shard`` packs four u16; ``…_at`` and ``lease_until`` are seconds."""
     return (
         Column("generation", "<u8", 1),
         Column("hash", "<u8", WORDS_PER_HASH),
@@ -50,10 +50,12 @@ def _columns(block_size: int) -> tuple[Column, ...]:
         Column("shard", "<u8", 1),
         Column("checksum", "<u8", 1),
         Column("identity", "<u8", 1),
+        Column("stored_at", "<f8", 1),
         Column("used_at", "<f8", 1),
         Column("lease_until", "<f8", 1),
         Column("namespace", "<u4", 1),
         Column("index", "<u4", 1),
+        Column("reads", "<u4", 1),
         Column("tokens", "<u4", block_size),
         Column("state", "u1", 1),
         Column("checked", "u1", 1),
@@ -113,6 +115,8 @@ class Table:
         self.shard: Uint64Array = columns["shard"]  # type: ignore[assignment]
         self.checksum: Uint64Array = columns["checksum"]  # type: ignore[assignment]
         self.identity: Uint64Array = columns["identity"]  # type: ignore[assignment]
+        self.stored_at: NDArray[np.float64] = columns["stored_at"]  # type: ignore[assignment]
+        self.reads: NDArray[np.uint32] = columns["reads"]  # type: ignore[assignment]
         self.used_at: NDArray[np.float64] = columns["used_at"]  # type: ignore[assignment]
         self.lease_until: NDArray[np.float64] = columns["lease_until"]  # type: ignore[assignment]
         self.namespace: NDArray[np.uint32] = columns["namespace"]  # type: ignore[assignment]

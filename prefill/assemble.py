@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +42,14 @@ class Worker:
     runner: Runner
     spec: NamespaceSpec
 
-    def close(self) -> None:
-        """Give back memory, files and sockets. What was queued for redis is lost."""
+    def close(self, *, remove_pool: bool = False) -> None:
+        """Give back memory, files and sockets. What was queued for redis is lost.
+
+        ``remove_pool`` is for a pool file that no later worker will be given the path of.
+        """
         self.engine.close()
+        if remove_pool:
+            self.tiers.host.file.remove()
         self.store.close()
 
 
@@ -82,13 +88,21 @@ def build_worker(
     listeners: tuple[Listener, ...] = (),
 ) -> Worker:
     """Open the tiers and wire them to the model. Raises PoolError, and what the tiers raise."""
-    spec = NamespaceSpec(namespace_of(model.spec, config))
-    block_bytes = slot_bytes_for(spec.payload_bytes_on())
+    block_bytes = slot_bytes_for(model.spec.block_bytes(config.block_size))
     if config.device_bytes < block_bytes:
         raise PoolError(
             f"device_bytes is {config.device_bytes}, expected at least {block_bytes}, one block of "
             f"{model.spec.name!r}; raise device_bytes to what the longest prompt needs"
         )
+    with ExitStack() as opened:
+        tiers = _open_tiers(config, clock, opened)
+        worker = _wire(model, config, tiers, clock, listeners)
+        opened.pop_all()
+    return worker
+
+
+def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -> Tiers:
+    """The tiers, each closed by ``opened`` should a later one fail."""
     host = HostTier(
         config.pool_path,
         pool_bytes=config.pool_bytes,
@@ -96,6 +110,7 @@ def build_worker(
         make_evictor=LRU,
         clock=clock,
     )
+    opened.callback(host.close)
     # One model has one slot size, so its device memory is one extent: kernels then see one table.
     device = DeviceTier(
         torch.device(config.device),
@@ -104,17 +119,31 @@ def build_worker(
         make_evictor=LRU,
         clock=clock,
     )
+    opened.callback(device.close)
+    redis = _redis(config, clock)
+    opened.callback(redis.close)
+    return Tiers(host, device, redis)
+
+
+def _wire(
+    model: LoadedModel,
+    config: Config,
+    tiers: Tiers,
+    clock: Callable[[], float],
+    listeners: tuple[Listener, ...],
+) -> Worker:
+    spec = NamespaceSpec(namespace_of(model.spec, config))
     options = StoreOptions(
         lease_seconds=config.lease_seconds,
         write_seconds=config.write_seconds,
         probe_seconds=config.redis_probe_seconds,
         queue_bytes=config.redis_queue_bytes,
-        threads=config.redis_connections + 1,
+        threads=config.redis_connections,
     )
-    tiers = Tiers(host, device, _redis(config, clock))
     store = TieredStore(tiers, clock=clock, options=options, listeners=listeners)
     store.register(spec)
-    memory = KVMemory(device.tensor, model.spec, config.block_size)
+    assert isinstance(tiers.device, DeviceTier)
+    memory = KVMemory(tiers.device.tensor, model.spec, config.block_size)
     runner = Runner(model.model, memory)
     engine = Engine(
         runner,

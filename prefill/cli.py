@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -32,15 +34,31 @@ _DEMO_REDIS_SECONDS = 10.0
 
 
 def main() -> None:
-    """Run the command line; an error is one message and status 2."""
+    """Run the command line; an error is one message and status 2, SIGTERM an orderly end and status 143."""
     # Read when torch is loaded. Threads that spin while they wait gain nothing on an idle machine, and
     # beside one busy process they make a short step forty times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app()
+        with _ended_by_sigterm():
+            app()
     except (PrefillError, KVStoreError, HashingError) as error:
         _messages.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that files and processes go as they do at any other end."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the clean-up short
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.callback()
@@ -59,12 +77,17 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object, nothing else, on stdout")
     ] = False,
     redis_url: Annotated[
-        str | None, typer.Option(help="A Redis or Valkey to use instead of one started for the demo")
+        str | None, typer.Option(help="A Redis or Valkey to use instead of one started for the demo, or none")
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option("--config", help="TOML file of settings; KVSTORE_* and options override it"),
     ] = None,
 ) -> None:
     """Conversations over one document: hits from device, host and redis, checked against no cache."""
     seconds = {"redis_probe_seconds": _DEMO_REDIS_SECONDS, "redis_acquire_seconds": _DEMO_REDIS_SECONDS}
-    settings = load_config(environ=os.environ, overrides={"redis_url": redis_url, **seconds})
+    overrides = {"redis_url": redis_url, **seconds}
+    settings = load_config(toml_path=config_file, environ=os.environ, overrides=overrides)
 
     from prefill.assemble import load_configured
     from prefill.demo.report import as_json as to_json
@@ -72,7 +95,7 @@ def demo(
     from prefill.demo.run import Stage, run_demo
 
     _quiet_libraries()
-    with _pool_folder(settings.config) as pools, _redis(settings.config) as url, _progress() as tell:
+    with _pool_folder(settings.config) as pools, _redis(settings) as url, _progress() as tell:
         tell("loading the model")
         loaded = load_configured(model, settings.config, _cache_dir())
         config = settings.config.model_copy(update={"redis_url": url})
@@ -91,19 +114,18 @@ def demo_worker() -> None:
     from prefill.assemble import build_worker, load_configured
     from prefill.demo.job import Counts, Job, Outcome, run_batch, write_outcome
 
-    _quiet_libraries()
-    logging.disable(
-        logging.WARNING
-    )  # the process that waits for this one has the same Redis, and has said so
     job = Job.read(sys.stdin.read())
     config = load_config(environ=os.environ, overrides=job.settings).config
+    _quiet_libraries()
+    # The process that waits for this one has the same Redis, and has warned of it.
+    logging.disable(logging.WARNING)
     counts = Counts()
     loaded = load_configured(job.model, config, _cache_dir())
     worker = build_worker(loaded, config, clock=time.monotonic, listeners=(counts,))
     try:
         results = run_batch(worker, job.prompts, time.monotonic, reuse=True)
     finally:
-        worker.close()
+        worker.close(remove_pool=True)
     print(write_outcome(Outcome(results, counts)))
 
 
@@ -133,10 +155,11 @@ def _pool_folder(config: Config) -> Iterator[Path]:
 
 
 @contextmanager
-def _redis(config: Config) -> Iterator[str]:
-    """The configured server, or one for as long as the demo takes."""
-    if config.redis_url not in {None, EMBEDDED_REDIS}:
-        yield str(config.redis_url)
+def _redis(settings: LoadedConfig) -> Iterator[str | None]:
+    """The server that the user chose (None: none), or one for as long as the demo takes."""
+    url = settings.config.redis_url
+    if url != EMBEDDED_REDIS and settings.sources["redis_url"] is not Source.DEFAULT:
+        yield url
         return
     from kvstore.tiers.redis_embedded import EmbeddedRedis
 

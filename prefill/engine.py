@@ -224,10 +224,21 @@ class Engine:
         return enough or (bool(output) and output[-1] in self._options.eos_ids)
 
     def _keep_leases(self) -> None:
-        """Renew what is worked on. A handoff that nobody acknowledges lapses: its reader may be dead."""
-        admitted = () if self._next is None else (self._next,)
-        for each in (*admitted, *self._running.values()):
-            self._store.renew(each.lease)
+        """Renew what is worked on. What lapsed while this engine rested begins again.
+
+        A handoff that nobody acknowledges is not renewed: its reader may be dead.
+        """
+        if self._next is not None and self._next.lease.over:
+            self._waiting.appendleft(self._next.request)
+            self._drop_next()
+        if self._next is not None:
+            self._store.renew(self._next.lease)
+        for request_id, sequence in reversed(list(self._running.items())):
+            if sequence.lease.over:
+                self._end(request_id)
+                self._waiting.appendleft(sequence.request)
+            else:
+                self._store.renew(sequence.lease)
         self._store.tick()
         for request_id in [name for name, sequence in self._handed.items() if sequence.lease.over]:
             self._end(request_id)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import (
@@ -28,6 +29,17 @@ from prefill.spec import SUPPORTED, ModelSpec, read_spec, require_supported
 from prefill.weights import Weights, find_weights
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Whatever a config says is computed with before it is checked.
+_CONFIG_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    StrictDataclassError,
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -121,7 +133,7 @@ def _paged_logits(model: PreTrainedModel, spec: ModelSpec, tokens: NDArray[np.in
 def _read_config(weights: Weights) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(weights.folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except _CONFIG_ERRORS as error:
         raise _unreadable(weights, error) from error
     return config
 

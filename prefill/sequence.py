@@ -66,7 +66,7 @@ class Sequence:
 
         Where the lease has all whole blocks of the prompt, its unfinished tail block is in place too.
         """
-        if self.lease.tokens + self.block_size > len(self.tokens):
+        if self.lease.blocks == len(self.chain):
             self.computed = len(self.tokens)
             self.plan = replace(self.plan, start=self.computed)
         for token in output:

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import SlotArray
-
-
-class Hints(NamedTuple):
-    """What a request says of its own future; bounded in what it can cost others."""
-
-    ended: bool = False
-    priority: int = 0
-    idle_seconds: float | None = None
-
-
-NO_HINTS = Hints()
+from kvstore.hints import NO_HINTS, Hints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Touch:
-    """One request's leading run in this pool, in chain order.
+    """One request, once, when it is known how much of it this pool has.
 
-    ``hit_blocks`` of the ``slots`` were resident before the request; the rest it brought. A
-    policy sees whole requests, since reuse is decided by prompts and not by single blocks.
+    ``hashes`` are all whole blocks that it asked for (packed), ``slots`` where the leading ones are
+    in this pool, in chain order; ``hit_blocks`` of these were resident before, the rest were
+    fetched for it. A policy sees whole requests, complete misses too, since reuse is decided by
+    prompts and not by single blocks.
     """
 
+    hashes: bytes
     slots: SlotArray
     hit_blocks: int
     time: float
@@ -53,7 +46,13 @@ class Evictor(Protocol):
     """Chooses victims among leaves; holds no bytes, reads no clock."""
 
     def touch(self, touch: Touch) -> None:
-        """A request used these blocks. New slots become known to the policy this way."""
+        """A request was made."""
+
+    def add(self, slots: SlotArray, parent: int, time: float) -> None:
+        """New blocks of one chain, in its order, behind the one in slot ``parent`` (-1: not resident).
+
+        They belong to the request that used the parent last.
+        """
 
     def forget(self, slots: SlotArray) -> None:
         """These slots were freed for a reason that the policy did not choose."""

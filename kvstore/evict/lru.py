@@ -38,6 +38,20 @@ class LRU:
             self._append(touch.slots)
             self._compact()
 
+    def add(self, slots: SlotArray, parent: int, time: float) -> None:
+        del time
+        self._cover(int(slots.max()))
+        self._owned += int(np.count_nonzero(self._owner[slots] == _NOBODY))
+        owner = int(self._owner[parent]) if 0 <= parent < len(self._owner) else _NOBODY
+        if owner != _NOBODY:
+            record = self._owned_by(owner)
+            if record[-1] == parent:
+                # The request goes on: its blocks stay together, and all of them were used just now.
+                self._recorded -= len(self._records.pop(owner))
+                slots = np.concatenate((record, slots))
+        self._append(slots)
+        self._compact()
+
     def forget(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
         self._owned -= int(np.count_nonzero(self._owner[known] != _NOBODY))

@@ -18,7 +18,7 @@ _DROPS = {
     SaveOutcome.FULL: DropCause.FULL,
     SaveOutcome.TIMEOUT: DropCause.UNAVAILABLE,
     SaveOutcome.UNAVAILABLE: DropCause.UNAVAILABLE,
-    SaveOutcome.REFUSED: DropCause.UNAVAILABLE,
+    SaveOutcome.REFUSED: DropCause.REFUSED,
 }
 
 
@@ -92,7 +92,8 @@ class Demotions:
         """Copy what waits for the host, and keep the workers busy with what waits for redis."""
         while self._to_host:
             self._copy_down(self._to_host.popleft())
-        while self._to_redis and len(self._sending) < self._options.threads:
+        # One thread is left to those who wait for blocks.
+        while self._to_redis and len(self._sending) < max(1, self._options.threads - 1):
             self._send(self._to_redis.popleft())
 
     def _source(self) -> MemoryTier:
@@ -122,9 +123,14 @@ class Demotions:
             self._drop(TierName.HOST, rows, len(missing) - len(slots), DropCause.FULL)
             rows, missing = rows.slice(0, len(slots)), missing[: len(slots)]
         memory, offsets = self._host.locate(slots)
-        device.read_slots(entry.slots[missing], size, memory, offsets)
-        device.pool.unpin(entry.slots)
-        self.queued_bytes -= entry.size
+        try:
+            device.read_slots(entry.slots[missing], size, memory, offsets)
+        except BaseException:
+            pool.abort(slots, rows)
+            raise
+        finally:
+            device.pool.unpin(entry.slots)
+            self.queued_bytes -= entry.size
         if not len(slots):
             return
         checksums = [payload_checksum(view) for view in self._host.views(slots, size)]

@@ -20,7 +20,7 @@ from kvstore.events import (
 from kvstore.index import Space
 from kvstore.lease import Lease
 from kvstore.store.parts import Parts
-from kvstore.tiers.base import LoadResult
+from kvstore.tiers.base import LoadResult, TierMatch
 
 _BlockKey = tuple[bytes, Shard, bytes]
 
@@ -91,14 +91,14 @@ class Flights:
 
     def _probe(self, flight: Flight) -> None:
         rows, seconds = flight.rows, self._options.probe_seconds
-        self._mailbox.submit(
+        self._mailbox.ask(
             lambda: self._redis.match(rows, self._clock() + seconds),
-            lambda count: self._probed(flight, count or 0),
+            lambda match: self._probed(flight, match or TierMatch(0, MissCause.UNAVAILABLE)),
         )
 
-    def _probed(self, flight: Flight, count: int) -> None:
-        flight.broke_at = count
-        flight.cause = None if count == len(flight.rows) else self._absent()
+    def _probed(self, flight: Flight, match: TierMatch) -> None:
+        count = match.blocks
+        flight.broke_at, flight.cause = count, match.cause
         wanted = flight.rows.slice(0, count)
         missing = np.array(
             [at for at, is_ in enumerate(self._host.pool.residency(wanted)) if is_ is Residency.MISS],
@@ -116,9 +116,6 @@ class Flights:
             self._finish(flight)
         for batch in batches:
             self._fetch(flight, batch)
-
-    def _absent(self) -> MissCause:
-        return MissCause.COLD if self._redis.status().healthy else MissCause.UNAVAILABLE
 
     def _cut_batches(self, flight: Flight, positions: SlotArray, slots: SlotArray) -> list[Batch]:
         size = max(1, self._options.batch_bytes // flight.space.payload_bytes)
@@ -151,7 +148,7 @@ class Flights:
         bad = np.flatnonzero(~good)
         if len(bad):
             self._host.pool.abort(batch.slots[bad], batch.rows.pick(bad))
-            self._report_corrupt(batch.rows, outcome)
+            self._report_corrupt(flight, batch.rows, outcome)
             first = int(batch.positions[bad[0]])
             if first < flight.broke_at:
                 flight.broke_at, flight.cause = first, outcome.causes[int(bad[0])]
@@ -204,13 +201,17 @@ class Flights:
         flights = {id(flight): flight for flight in self._active.values()}
         return [slots for flight in flights.values() for slots in flight.held]
 
-    def _report_corrupt(self, rows: BlockRows, outcome: LoadResult) -> None:
+    def _report_corrupt(self, flight: Flight, rows: BlockRows, outcome: LoadResult) -> None:
         """The redis tier deletes what fails its checksum; that block is gone for everybody."""
         corrupt = [at for at, cause in enumerate(outcome.causes) if cause is MissCause.CORRUPT]
         if corrupt:
             hashes = rows.pick(np.array(corrupt, dtype=np.int64)).hashes
-            now, cause = self._clock(), RemovalCause.CORRUPT
-            self._emit(BlocksRemoved(now, TierName.REDIS, rows.namespace, rows.shard, hashes, cause))
+            now, size = self._clock(), flight.space.payload_bytes
+            self._emit(
+                BlocksRemoved(
+                    now, TierName.REDIS, rows.namespace, rows.shard, hashes, RemovalCause.CORRUPT, size
+                )
+            )
 
     def _dropped(self, flight: Flight, blocks: int, cause: DropCause) -> None:
         now = self._clock()

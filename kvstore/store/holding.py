@@ -8,8 +8,9 @@ import numpy as np
 
 from kvstore.block import Chain, MissCause, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
-from kvstore.events import RequestSettled
-from kvstore.evict.base import Hints
+from kvstore.events import BlocksReused, RequestSettled
+from kvstore.evict.base import Touch
+from kvstore.hints import Hints
 from kvstore.lease import Lease, LeaseTable, Segment
 from kvstore.store.local import LocalRun, credit, cut, local_run, slots_in
 from kvstore.store.parts import Parts
@@ -32,11 +33,7 @@ class Holding:
         """
         known = self.leases.by_request(*request)
         if known is not None:
-            if known.chain.hashes != chain.hashes or known.chain.namespace != chain.namespace:
-                raise LeaseError(
-                    f"request {request[1]!r} already holds lease {known.id} on another prompt; "
-                    "release it, or use another request id"
-                )
+            _require_same(known, chain, shards)
             self.renew(known)
             return known
         deadline = self._clock() + self._parts.options.lease_seconds
@@ -63,7 +60,6 @@ class Holding:
             for segment in segments:
                 self._tier[segment.tier].pool.pin(segment.slots, lease.deadline)
         lease.blocks = blocks
-        self._touch(lease)
 
     def pin(self, lease: Lease, tier: TierName, slots: SlotArray) -> None:
         """Hold slots beside the promised run until the lease ends."""
@@ -100,6 +96,7 @@ class Holding:
         """
         if lease.over:
             return
+        self.tell_policies(lease)
         for tier, slots in lease.pinned():
             self._tier[tier].pool.unpin(slots)
         self.leases.close(lease)
@@ -116,12 +113,24 @@ class Holding:
         held = [slots for lease in self.leases for name, slots in lease.pinned() if name is tier]
         return np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
 
-    def _touch(self, lease: Lease) -> None:
-        now = self._clock()
-        for segments in lease.segments.values():
-            for name, tier in self._tier.items():
-                slots = slots_in(segments, name)
-                tier.pool.touch(slots, len(slots), now, lease.hints)
+    def tell_policies(self, lease: Lease) -> None:
+        """Tell each pool of the request, once: when no more of it is to come from redis."""
+        if lease.seen:
+            return
+        lease.seen = True
+        for shard in lease.shards:
+            for tier in self._tier.values():
+                self._touch(lease, shard, tier)
+
+    def _touch(self, lease: Lease, shard: Shard, tier: MemoryTier) -> None:
+        space = self._parts.space(tier, lease.chain.namespace, shard)
+        segments = lease.segments.get(shard, [])
+        hits = sum(len(part.slots) for part in segments if part.source is tier.name)
+        slots, now = slots_in(segments, tier.name), self._clock()
+        reuse = tier.pool.touch(space, Touch(lease.chain.hashes, slots, hits, now, lease.hints))
+        if hits:
+            namespace, size = space.namespace, space.payload_bytes
+            self._parts.bus.emit(BlocksReused(now, tier.name, namespace, reuse.gaps, reuse.first_reads, size))
 
     def _settled(self, lease: Lease, used: int) -> RequestSettled:
         size, chain = lease.chain.root.block_size, lease.chain
@@ -142,7 +151,30 @@ class Holding:
             left -= hits.get(tier.name, 0)
         if lease.asked_redis:
             asked[TierName.REDIS] = lease.asked_redis * size
-        return RequestSettled(self._clock(), chain.namespace, chain.prompt_tokens, hits, misses, asked)
+        return RequestSettled(
+            self._clock(),
+            chain.namespace,
+            chain.prompt_tokens,
+            hits,
+            misses,
+            asked,
+            chain.hashes,
+            used,
+            lease.hints,
+        )
+
+
+def _require_same(known: Lease, chain: Chain, shards: tuple[Shard, ...]) -> None:
+    """LeaseError when a request id comes back with other blocks, ranks or knowledge of tokens."""
+    same = known.chain.hashes == chain.hashes and known.chain.namespace == chain.namespace
+    ours, theirs = known.chain.fingerprints, chain.fingerprints
+    informed = theirs is None or (ours is not None and np.array_equal(ours, theirs))
+    if not same or set(known.shards) != set(shards) or not informed:
+        what = "another prompt" if not same else "other shards" if informed else "hashes without these tokens"
+        raise LeaseError(
+            f"request {known.request_id!r} already holds lease {known.id} on {what}; "
+            "release it, or use another request id"
+        )
 
 
 def _shortest(runs: dict[Shard, LocalRun]) -> LocalRun:

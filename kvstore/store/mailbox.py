@@ -21,11 +21,16 @@ class Mailbox:
 
     def __init__(self, threads: int, wake: Callable[[], None] | None = None) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-io")
+        self._questions = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ask")
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = wake
         self._closed = False
         self.pending = 0
         """Pieces of work whose continuation has not been run."""
+
+    def ask(self, work: Callable[[], _T], then: Callable[[_T | None], None]) -> None:
+        """``submit`` for a short question, which must not wait behind payloads."""
+        self._run(self._questions, work, then)
 
     def submit(self, work: Callable[[], _T], then: Callable[[_T | None], None]) -> None:
         """Run ``work`` on a thread, then ``then(result)`` in a later ``collect``.
@@ -34,6 +39,11 @@ class Mailbox:
         with outcomes, so an exception is a defect, logged with its traceback, and it must not hang
         those who wait.
         """
+        self._run(self._executor, work, then)
+
+    def _run(
+        self, executor: ThreadPoolExecutor, work: Callable[[], _T], then: Callable[[_T | None], None]
+    ) -> None:
         self.pending += 1
         if self._closed:
             self._done.put(lambda: then(None))
@@ -51,7 +61,7 @@ class Mailbox:
             if self._wake is not None:
                 self._wake()
 
-        self._executor.submit(work).add_done_callback(finished)
+        executor.submit(work).add_done_callback(finished)
 
     def collect(self, timeout: float = 0.0) -> bool:
         """Run the continuations that are due, waiting up to ``timeout`` for the first if one is to come."""
@@ -69,7 +79,8 @@ class Mailbox:
     def close(self) -> None:
         """Let running work end (it has deadlines), drop what has not begun. Idempotent."""
         self._closed = True
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        for executor in (self._questions, self._executor):
+            executor.shutdown(wait=True, cancel_futures=True)
         self.collect()
 
     def _go_on(self, then: Callable[[], None]) -> None:

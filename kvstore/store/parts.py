@@ -62,6 +62,20 @@ class Parts:
         for tier in self.tiers.memory:
             if tier.pool.removed:
                 now = self.clock()
-                for space, hashes, cause in tier.pool.removed:
-                    self.bus.emit(BlocksRemoved(now, tier.name, space.namespace, space.shard, hashes, cause))
+                for gone in tier.pool.removed:
+                    space = gone.space
+                    self.bus.emit(
+                        BlocksRemoved(
+                            now,
+                            tier.name,
+                            space.namespace,
+                            space.shard,
+                            gone.hashes,
+                            gone.cause,
+                            space.payload_bytes,
+                            now - gone.history.stored_at,
+                            now - gone.history.used_at,
+                            int((gone.history.reads == 0).sum()),
+                        )
+                    )
                 tier.pool.removed.clear()

@@ -8,7 +8,7 @@ from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
 from kvstore.events import BytesMoved
 from kvstore.lease import Lease, Segment
 from kvstore.store.holding import Holding
-from kvstore.store.local import cut, slots_in
+from kvstore.store.local import cut
 from kvstore.store.parts import Parts
 
 
@@ -30,7 +30,6 @@ def promote(parts: Parts, holding: Holding, lease: Lease, shard: Shard) -> int:
                 holding.replace(lease, other, cut(lease.segments[other], blocks))
     holding.replace(lease, shard, placed)
     lease.blocks = blocks
-    top.pool.touch(slots_in(placed, top.name), blocks, parts.clock(), lease.hints)
     return blocks
 
 
@@ -68,7 +67,11 @@ def _copy_up(parts: Parts, rows: BlockRows, places: SlotArray) -> SlotArray:
         return slots
     rows = rows.slice(0, len(slots))
     memory, offsets = host.locate(places[: len(slots)])
-    top.write_slots(slots, space.payload_bytes, memory, offsets)
+    try:
+        top.write_slots(slots, space.payload_bytes, memory, offsets)
+    except BaseException:
+        top.pool.abort(slots, rows)
+        raise
     now = parts.clock()
     fresh = top.pool.commit(slots, rows, None, time=now)
     assert fresh.all(), "a named staged slot is its block's only writer"

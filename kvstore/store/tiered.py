@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, SlotArray, TierName
-from kvstore.errors import NamespaceError
+from kvstore.errors import LeaseError, NamespaceError
 from kvstore.events import EventBus, Listener, TokensProbed
-from kvstore.evict.base import NO_HINTS, Hints
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.integrity import check_pool
 from kvstore.lease import Lease
 from kvstore.pool import PoolUsage
@@ -97,9 +97,9 @@ class TieredStore:
         matched = run.blocks
         if ask_redis and not isinstance(self._parts.tiers.redis, NullTier):
             redis, deadline = self._parts.tiers.redis, self._clock() + self._parts.options.probe_seconds
-            own = redis.match(rows, deadline)
+            own = redis.match(rows, deadline).blocks
             # A run may go on in redis without its head, which an eviction may have taken.
-            matched = max(own, matched + redis.match(rows.slice(matched, len(rows)), deadline))
+            matched = max(own, matched + redis.match(rows.slice(matched, len(rows)), deadline).blocks)
             alone[TierName.REDIS] = own * size
             if matched > run.blocks:
                 served[TierName.REDIS] = (matched - run.blocks) * size
@@ -123,16 +123,19 @@ class TieredStore:
         who then acquires again gets what is still there.
         """
         self._require(chain, shards)
+        self.tick()
         known = len(self._holding.leases)
         lease = self._holding.open((owner, request_id), chain, shards, hints)
         if len(self._holding.leases) > known and lease.blocks < len(chain):
             self._ask_redis(lease)
+        if not lease.pending:
+            self._holding.tell_policies(lease)
         return lease
 
     def wait(self, lease: Lease, seconds: float) -> None:
         """Work until nothing is pending for the lease, for at most ``seconds``."""
         deadline = self._clock() + seconds
-        while lease.pending and (left := deadline - self._clock()) > 0:
+        while lease.pending and not self.idle and (left := deadline - self._clock()) > 0:
             self.pump(left)
 
     def promote(self, lease: Lease, shard: Shard = WHOLE) -> int:
@@ -141,6 +144,11 @@ class TieredStore:
         When that tier is full of leases the run is cut to what fits. LeaseError when it is over.
         """
         self._holding.require_live(lease)
+        if shard not in lease.shards:
+            raise LeaseError(
+                f"lease {lease.id} is on shards {', '.join(map(str, lease.shards))}, not on {shard}; "
+                "acquire with every shard that is read"
+            )
         blocks = promote(self._parts, self._holding, lease, shard)
         self._parts.report_removed()
         return blocks
@@ -156,6 +164,7 @@ class TieredStore:
     def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0) -> Write:
         """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier."""
         self._require(chain, (shard,))
+        self.tick()
         write = self._writes.begin(chain, shard, first_block)
         self._parts.report_removed()
         return write
@@ -197,14 +206,21 @@ class TieredStore:
         self._parts.tiers.memory[0].pool.abort(slots)
 
     def pump(self, timeout: float = 0.0) -> None:
-        """Collect what threads have done, waiting up to ``timeout`` for it, and give them more."""
+        """Collect what threads have done, waiting up to ``timeout`` for it, and give them more.
+
+        What is overdue ends, as with ``tick``.
+        """
+        self.tick()
         self._demotions.step()
         self._parts.mailbox.collect(timeout)
         self._demotions.step()
         self._parts.report_removed()
 
     def tick(self) -> None:
-        """End what is overdue: leases, and the writes of writers that went silent."""
+        """End what is overdue: leases, and the writes of writers that went silent.
+
+        ``acquire``, ``write`` and ``pump`` do it too; who calls none of them calls this.
+        """
         self._holding.expire()
         self._writes.expire()
 
@@ -277,11 +293,14 @@ class TieredStore:
         """A flight that the lease waited for is over: it broke for ``cause``, or never did."""
         if cause is not None and (lease.broke is None or ended_at < lease.broke[0]):
             lease.broke = ended_at, cause
-        if lease.over or lease.pending or lease.blocks == len(lease.chain):
+        if lease.over or lease.pending:
             return
-        if lease.broke is not None and lease.broke[0] == lease.blocks:
-            if lease.cause is not MissCause.COLLISION:
-                lease.cause = lease.broke[1]
-        elif lease.blocks > lease.asked_at or self._flights.carry(lease):
+        broke_here = lease.broke is not None and lease.broke[0] == lease.blocks
+        if lease.broke is not None and broke_here and lease.cause is not MissCause.COLLISION:
+            lease.cause = lease.broke[1]
+        complete = broke_here or lease.blocks == len(lease.chain)
+        if not complete and (lease.blocks > lease.asked_at or self._flights.carry(lease)):
             # It was another prompt's flight, and it went as far as both agree; or another's goes on.
             self._ask_redis(lease)
+        else:
+            self._holding.tell_policies(lease)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +22,35 @@ Payload = NDArray[np.uint8]
 
 
 class SaveOutcome(StrEnum):
-    """What became of one block that was offered to a tier."""
+    """What became of one block that was offered to a tier.
+
+    FULL, TIMEOUT and UNAVAILABLE are about the tier's state now: the same block may be stored later.
+    REFUSED is about the block: this tier will never take it, and nothing is wrong with the tier.
+    """
 
     STORED = "stored"
     PRESENT = "present"
+    """This block, or one under its name that is being written, was there already."""
     FULL = "full"
+    """No room, and nothing that may be evicted for it."""
     TIMEOUT = "timeout"
+    """Not known to be stored when the deadline came."""
     UNAVAILABLE = "unavailable"
+    """The tier is not reached, is given up for now, or answers with an error of its own."""
     REFUSED = "refused"
+    """Too large for the format or the pool, without tokens, or another block has its hash."""
+
+
+class TierMatch(NamedTuple):
+    """The leading run that a tier has, and why it ends there.
+
+    ``cause`` is None exactly when all rows are there. TIMEOUT and UNAVAILABLE mean that the run may
+    go on, only that the tier could not tell; any other cause, that it knows the next block not to
+    be there: COLD, or what else a tier that compares knows.
+    """
+
+    blocks: int
+    cause: MissCause | None
 
 
 @dataclass(slots=True)
@@ -46,7 +67,10 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Health of a tier, for readiness and logs; ``reason`` says why it is not healthy."""
+    """Health of a tier, for readiness and logs.
+
+    ``reason`` says why it is not healthy; of a healthy tier, what it keeps refusing, if anything.
+    """
 
     healthy: bool
     reason: str = ""
@@ -58,8 +82,8 @@ class Tier(Protocol):
     @property
     def name(self) -> TierName: ...
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
-        """Length of the leading run of ``rows`` that is resident. Changes nothing.
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
+        """The leading run of ``rows`` that is resident, as far as is known by then. Changes nothing.
 
         A local tier compares all that ``rows`` knows; redis only asks whether the keys exist, so
         there a run is a promise that ``load`` has still to verify.

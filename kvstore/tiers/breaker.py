@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
-
-class BreakerState(Enum):
-    """Closed lets calls through, open refuses them, half-open waits for the outcome of one probe."""
-
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half_open"
-
 
 class Breaker:
     """Circuit breaker of one server. Pure: the caller passes the time, in seconds, and locks.
@@ -37,20 +27,9 @@ class Breaker:
         self._probing = False
 
     @property
-    def state(self) -> BreakerState:
-        if self._opened_at is None:
-            return BreakerState.CLOSED
-        return BreakerState.HALF_OPEN if self._probing else BreakerState.OPEN
-
-    @property
     def opened_at(self) -> float | None:
         """Since when the server has been given up; None while it is trusted."""
         return self._opened_at
-
-    @property
-    def backoff_seconds(self) -> float:
-        """Time from the last failure to the next probe."""
-        return self._backoff
 
     def admits(self, now: float) -> bool:
         """Whether ``begin`` may be called now."""

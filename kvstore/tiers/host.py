@@ -53,6 +53,7 @@ class HostTier(MemoryTier):
         return self.file.data, self.pool.extents.offsets(slots)
 
     def close(self) -> None:
+        """Unlock the pool file, which stays. Its memory goes with this tier, whose tables are in it."""
         self.file.close()
 
 

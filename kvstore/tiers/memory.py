@@ -15,7 +15,7 @@ from kvstore.errors import NamespaceError, PoolError
 from kvstore.events import RemovalCause
 from kvstore.index import Space
 from kvstore.pool import BlockPool
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch, TierStatus
 
 Offsets = NDArray[np.int64]
 
@@ -61,9 +61,10 @@ class MemoryTier(ABC):
     def name(self) -> TierName:
         return self._name
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
         del deadline
-        return len(self.pool.match(rows).slots)
+        match = self.pool.match(rows)
+        return TierMatch(len(match.slots), match.cause)
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         del deadline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.block import BlockRows, MissCause, TierName
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch, TierStatus
 
 
 class NullTier:
@@ -18,8 +18,8 @@ class NullTier:
     def name(self) -> TierName:
         return self._name
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
-        return 0
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
+        return TierMatch(0, MissCause.COLD if len(rows) else None)
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         return LoadResult([MissCause.COLD] * len(rows), [0] * len(rows))

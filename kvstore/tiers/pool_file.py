@@ -12,9 +12,9 @@ The server writes all of it but payloads; clients map it, read tables and copy p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from kvstore.errors import PoolError
 from kvstore.extents import Extent, extents_in
 from kvstore.spec import NamespaceSpec
+from kvstore.tiers.memory_limit import check_memory, memory_limit
+from kvstore.tiers.pool_place import check_room, make_way, open_unnamed, publish, remove, unlock
 
 MAGIC = b"PKVPOOL\0"
 VERSION = 1
@@ -46,8 +48,9 @@ _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 class PoolFile:
     """One pool on tmpfs, locked against a second server. Implements ``extents.Memory``.
 
-    Raises PoolError where the file is in use, or where the file system or the machine is too
-    small for it; nothing is left behind then.
+    Always a new file, which replaces that of a server that is gone: whoever maps that one keeps it.
+    Raises PoolError where the path is in use or is something else than a pool file, or where the
+    file system or the memory limit is too small; nothing of the new file is left behind then.
     """
 
     inline_tables = True
@@ -59,32 +62,33 @@ class PoolFile:
         self.epoch = epoch
         self._names: dict[bytes, int] = {}
         self._names_end = 0
-        _check_size(path, pool_bytes)
         self._records_at = HEADER_BYTES
         self._names_at = HEADER_BYTES + self.extents * RECORD_BYTES
         head = self._names_at + NAMES_BYTES
         self._data_at = -(-head // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
-        self._file = _open_locked(path)
-        size = self._data_at + self.extents * extent_bytes
-        try:
-            os.ftruncate(self._file, 0)
-            os.ftruncate(self._file, size)
-            os.posix_fallocate(self._file, 0, self._data_at)
-            self._map = mmap.mmap(self._file, size)
-        except OSError as error:
-            os.close(self._file)
-            path.unlink()
-            raise PoolError(
-                f"cannot reserve {self._data_at} of {size} bytes for pool file {path}: {error.strerror}; "
-                "free memory on that file system or choose another pool_path"
-            ) from error
-        self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        """The whole file. Slot offsets count from ``data``."""
-        self.data = self.bytes[self._data_at :]
-        self._write_header()
+        if not path.parent.is_dir():
+            raise PoolError(f"pool_path {path} is in {path.parent}, which is no directory; make it first")
+        check_memory(pool_bytes, memory_limit())
+        # A stale file's blocks are of no use to a new server, and its memory may be needed.
+        make_way(path, MAGIC)
+        check_room(path, pool_bytes)
+        self._file = open_unnamed(path)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._map: mmap.mmap | None = self._reserve_head()
+            self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+            """The whole file. Slot offsets count from ``data``."""
+            self.data = self.bytes[self._data_at :]
+            self._write_header()
+            publish(self._file, path, MAGIC)
+            undo.pop_all()
 
     def reserve(self, extent: int) -> bool:
-        """Allocate and map an extent's pages now: a sparse tmpfs that fills up kills by SIGBUS."""
+        """Allocate and map an extent's pages now: a sparse tmpfs that fills up kills by SIGBUS.
+
+        False where there is no memory for it; what was allocated is given back.
+        """
+        assert self._map is not None, "the pool file is closed"
         start = self._data_at + extent * self.extent_bytes
         try:
             os.posix_fallocate(self._file, start, self.extent_bytes)
@@ -95,9 +99,12 @@ class PoolFile:
         try:
             self._map.madvise(_MADV_POPULATE_WRITE, start, self.extent_bytes)
         except OSError as error:
-            # Kernels before 5.14 do not know it: pages are then mapped at first touch.
+            # Kernels before 5.14 do not know it: pages are then mapped at first touch. Anything else
+            # is memory that is not to be had: page tables, a control group's limit, a bad page.
             if error.errno != errno.EINVAL:
-                raise
+                with contextlib.suppress(OSError):  # then it stays allocated, and the next try finds it
+                    self._map.madvise(mmap.MADV_REMOVE, start, self.extent_bytes)
+                return False
         return True
 
     def table_buffer(self, extent: int, size: int) -> NDArray[np.uint8]:
@@ -137,15 +144,38 @@ class PoolFile:
         }
         return self._describe(spec.root.digest, fields)
 
-    def close(self) -> None:
-        """Unlock and unmap; the file stays for the next server. Idempotent."""
+    def remove(self) -> None:
+        """Take the file's name away, if the path still names it, for owners of a temporary pool.
+
+        Call it before ``close``; afterwards the file may be another server's, and nothing happens.
+        """
         if self._file >= 0:
-            # The mapping has a descriptor of its own, and with it a share in the lock.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
-            self._file = -1
-            # Numpy views keep the mapping alive until the last of them is gone.
+            remove(self._file, self.path)
+
+    def close(self) -> None:
+        """Unlock, and let go of the memory; the file stays until the next server replaces it. Idempotent.
+
+        Memory that somebody has a view of (a pool's tables, a payload) stays mapped, and readable,
+        until the last view is gone.
+        """
+        if self._file >= 0:
             self.bytes = self.data = np.zeros(0, dtype=np.uint8)
+            self._map = None
+            unlock(self._file)
+            self._file = -1
+
+    def _reserve_head(self) -> mmap.mmap:
+        """Size the file, allocate all that precedes the extents, and map the whole."""
+        size = self._data_at + self.extents * self.extent_bytes
+        try:
+            os.ftruncate(self._file, size)
+            os.posix_fallocate(self._file, 0, self._data_at)
+            return mmap.mmap(self._file, size)
+        except OSError as error:
+            raise PoolError(
+                f"cannot reserve {self._data_at} of {size} bytes for pool file {self.path}: "
+                f"{error.strerror}; free memory on that file system or choose another pool_path"
+            ) from error
 
     def _describe(self, namespace: bytes, fields: dict[str, object]) -> int:
         known = self._names.get(namespace)
@@ -172,40 +202,3 @@ class PoolFile:
 
     def _put(self, offset: int, data: bytes) -> None:
         self.bytes[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
-
-
-def _check_size(path: Path, pool_bytes: int) -> None:
-    parent = path.parent
-    if not parent.is_dir():
-        raise PoolError(f"pool_path {path} is in {parent}, which is no directory; make it first")
-    system = os.statvfs(parent)
-    old = path.stat().st_blocks * 512 if path.exists() else 0
-    free = system.f_bavail * system.f_frsize + old
-    if pool_bytes > free:
-        raise PoolError(
-            f"pool_bytes is {pool_bytes}, but {parent} has {free} bytes free; lower pool_bytes to at "
-            f"most {free}, or enlarge {parent} (in Kubernetes: sizeLimit of the emptyDir volume; in "
-            "Docker: --shm-size)"
-        )
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pool_bytes > memory:
-        raise PoolError(
-            f"pool_bytes is {pool_bytes}, but this machine has {memory} bytes of memory; lower pool_bytes"
-        )
-
-
-def _open_locked(path: Path) -> int:
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise PoolError(
-            f"cannot open pool file {path}: {error.strerror}; choose a pool_path that this user may write"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise PoolError(
-            f"pool file {path} is in use by another server; stop it, or give this one another pool_path"
-        ) from error
-    return descriptor

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvstore.block import BlockRows, MissCause, TierName
 from kvstore.errors import ConfigError
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.redis_commands import (
     Arrival,
     Outcome,
@@ -85,22 +85,24 @@ class RedisTier:
     def name(self) -> TierName:
         return TierName.REDIS
 
-    @property
-    def breaker_open(self) -> bool:
-        """Whether the server is given up for now."""
-        return self._node.breaker_open
-
     def errors(self) -> Counter[str]:
         """What went wrong since the start, by kind: see ``Node.errors``."""
         return self._node.errors()
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
-        """Length of the leading run whose keys exist; at the deadline, of as much as is known."""
-        lengths = [0]
-        with suppress(OSError), self._node.borrow(Lane.PROBE, deadline) as wire:
-            # What came before an error is kept: extend() takes each as it comes.
-            lengths.extend(growing_match(wire, RowKeys(self._prefix, rows)))
-        return lengths[-1]
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
+        """The leading run whose keys exist; at the deadline, as much of it as is known."""
+        runs = [TierMatch(0, None)]
+        if not len(rows):
+            return runs[-1]
+        try:
+            with self._node.borrow(Lane.PROBE, deadline) as wire:
+                # What came before an error is kept: extend() takes each as it comes.
+                runs.extend(growing_match(wire, RowKeys(self._prefix, rows)))
+        except TimeoutError:
+            return TierMatch(runs[-1].blocks, MissCause.TIMEOUT)
+        except OSError:
+            return TierMatch(runs[-1].blocks, MissCause.UNAVAILABLE)
+        return runs[-1]
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         """See ``Tier.load``. Deletes what no reader can ever read, and renews the rest's time to live."""

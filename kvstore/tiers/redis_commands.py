@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from kvstore.block import HASH_BYTES, BlockRows, MissCause
-from kvstore.tiers.base import Payload, SaveOutcome
+from kvstore.tiers.base import Payload, SaveOutcome, TierMatch
 from kvstore.tiers.redis_value import (
     HEADER_ALIGNMENT,
     MAX_HEADER_BYTES,
@@ -79,43 +79,51 @@ class RowKeys:
         return b"*%d\r\n" % (1 + stop - start) + bulk_string(name) + self.keys(span)
 
 
-def growing_match(wire: Wire, keys: RowKeys) -> Iterator[int]:
-    """Lengths, each longer than the last, of leading runs that exist.
+def growing_match(wire: Wire, keys: RowKeys) -> Iterator[TierMatch]:
+    """Leading runs that exist, none shorter than the one before; the cause of the last one is final.
 
     The first segment is asked for alone, so that a cold prompt costs one small command; then all
-    others in one round; then the first incomplete one is searched.
+    others in one round; then the first incomplete one is searched. Where the server answers with an
+    error the run ends as UNAVAILABLE.
     """
     segments = keys.segments()
     for asked in (segments[:1], segments[1:]):
         wire.send([keys.variadic(b"EXISTS", span) for span in asked])
-        incomplete: tuple[int, int] | None = None
+        incomplete: tuple[int, int | None] | None = None
         for start, stop in asked:
             count = _count(wire.read_reply())
-            if incomplete is None and count < stop - start:
+            if incomplete is None and (count is None or count < stop - start):
                 incomplete = (start, count)
             if incomplete is None:
-                yield stop
+                yield TierMatch(stop, None)
         if incomplete is not None:
             yield from _search(wire, keys, *incomplete)
             return
 
 
-def _search(wire: Wire, keys: RowKeys, start: int, present: int) -> Iterator[int]:
+def _search(wire: Wire, keys: RowKeys, start: int, present: int | None) -> Iterator[TierMatch]:
     """Longer and longer runs from ``start`` on, in a segment of whose keys only ``present`` exist.
 
     The first guess is that these are the first ones, since heads outlive tails; then bisection.
     """
+    if present is None:
+        yield TierMatch(start, MissCause.UNAVAILABLE)
+        return
     low, high = start, start + present
     guess = high
     while low < high:
         wire.send([keys.variadic(b"EXISTS", (low, guess))])
         count = _count(wire.read_reply())
+        if count is None:
+            yield TierMatch(low, MissCause.UNAVAILABLE)
+            return
         if count == guess - low:
             low = guess
-            yield low
+            yield TierMatch(low, None)
         else:
             high = min(guess - 1, low + count)
         guess = (low + high + 1) // 2
+    yield TierMatch(low, MissCause.COLD)
 
 
 class Arrival(NamedTuple):
@@ -265,7 +273,7 @@ def forget(wire: Wire, keys: RowKeys) -> int:
     """Delete all keys; how many there were."""
     segments = keys.segments()
     wire.send([keys.variadic(b"UNLINK", span) for span in segments])
-    return sum(_count(wire.read_reply()) for _ in segments)
+    return sum(_count(wire.read_reply()) or 0 for _ in segments)
 
 
 def memory_policy(wire: Wire) -> dict[str, str] | None:
@@ -278,6 +286,6 @@ def memory_policy(wire: Wire) -> dict[str, str] | None:
     return dict(zip(words[::2], words[1::2], strict=False))
 
 
-def _count(reply: Reply) -> int:
-    """A reply that is a number of keys; none where there is an error in its place."""
-    return reply if isinstance(reply, int) else 0
+def _count(reply: Reply) -> int | None:
+    """A reply that is a number of keys; None where there is an error in its place."""
+    return reply if isinstance(reply, int) else None

@@ -9,13 +9,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from redis import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.connection import AbstractConnection, DefaultParser, parse_url
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from kvstore.config import mask_url
 from kvstore.errors import ConfigError
 from kvstore.tiers.redis_wire import Clock, ErrorReply, Wire
 
@@ -142,12 +142,7 @@ def connections_to(url: str, clock: Clock, connect_timeout_seconds: float) -> Ca
             raise ValueError("protocol=3 is not supported, the bulk reader speaks RESP2: leave it out")
         wired(clock=clock, **settings)
     except (ValueError, TypeError, RedisError) as error:
-        raise ConfigError(f"redis URL {_without_secrets(url)} is malformed ({error}), {expected}") from error
+        # The parser quotes what it stumbled over, which may be a part of the password.
+        reason = "is what is special in user and password percent-encoded?" if "@" in url else error
+        raise ConfigError(f"redis URL {mask_url(url)} is malformed ({reason}), {expected}") from None
     return lambda: wired(clock=clock, **settings)
-
-
-def _without_secrets(url: str) -> str:
-    """The URL, down to its scheme when it may hold a password."""
-    if "@" in url or "?" in url:
-        return f"{urlsplit(url).scheme}://***"
-    return url

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 from kvstore.errors import TierError
 from kvstore.tiers.redis_wire import command
@@ -44,10 +45,17 @@ class EmbeddedRedis:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], port: int, directory: Path, *, owns_directory: bool
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        password: str,
+        directory: Path,
+        *,
+        owns_directory: bool,
     ) -> None:
         self._process = process
         self._port = port
+        self._password = password
         self._directory = directory
         self._owns_directory = owns_directory
 
@@ -59,13 +67,17 @@ class EmbeddedRedis:
         port: int = 0,
         maxmemory_bytes: int = 2**30,
         settings: Mapping[str, str] | None = None,
+        binary: Path | None = None,
     ) -> Self:
         """Start a server and wait until it answers.
 
         ``directory`` (default: a temporary one, removed again) takes its log; port 0 is any free
-        one; ``settings`` are added to, or replace, those of the server. Raises TierError.
+        one; ``settings`` are added to, or replace, those of the server, and a ``requirepass`` among
+        them becomes part of ``url``; ``binary`` is by default what ``find_server`` finds. Raises
+        TierError.
         """
-        binary = find_server()
+        binary = binary or find_server()
+        password = (settings or {}).get("requirepass", "")
         for _ in range(1 if port else _PORT_ATTEMPTS):
             place = directory or Path(tempfile.mkdtemp(prefix="kvstore-redis-"))
             place.mkdir(parents=True, exist_ok=True)
@@ -80,20 +92,27 @@ class EmbeddedRedis:
                 "maxmemory-policy": "allkeys-lru",
                 **(settings or {}),
             }
-            server = cls(_launch(binary, options, place), chosen, place, owns_directory=directory is None)
-            if _comes_up(server):
+            process = _launch(binary, options, place)
+            server = cls(process, chosen, password, place, owns_directory=directory is None)
+            if _comes_up(server, password):
                 return server
-            # Between our finding a free port and the server's taking it, somebody else may have.
-            log = server.log().strip()
+            ended, log = not server.is_running, server.log().strip()
             server.close()
+            # Another attempt helps only where, between our finding a free port and the server's
+            # taking it, somebody else took it.
+            if not ended:
+                break
+        state = "ended" if ended else f"runs, and did not let us in within {_START_SECONDS:g} s"
         raise TierError(
-            f"{binary} did not answer on {_HOST}:{chosen} within {_START_SECONDS:g} s, or ended; "
-            f"the end of its log says why: {log!r}"
+            f"{binary} did not answer on {_HOST}:{chosen} ({state}); check its settings, "
+            f"{', '.join(options)}, and the end of its log: {log!r}"
         )
 
     @property
     def url(self) -> str:
-        return f"redis://{_HOST}:{self._port}/0"
+        """How clients reach it, with its password where it has one."""
+        login = f":{quote(self._password, safe='')}@" if self._password else ""
+        return f"redis://{login}{_HOST}:{self._port}/0"
 
     @property
     def port(self) -> int:
@@ -163,25 +182,29 @@ def _launch(binary: Path, options: Mapping[str, str], directory: Path) -> subpro
         )
 
 
-def _comes_up(server: EmbeddedRedis) -> bool:
+def _comes_up(server: EmbeddedRedis, password: str) -> bool:
     """Whether it answers, before it ends or the time is over."""
     for _ in range(round(_START_SECONDS / _START_POLL_SECONDS)):
         if not server.is_running:
             return False
-        if _answers(server):
+        if _answers(server, password):
             return True
         time.sleep(_START_POLL_SECONDS)
     return False
 
 
-def _answers(server: EmbeddedRedis) -> bool:
+def _answers(server: EmbeddedRedis, password: str) -> bool:
     """Whether this very process answers, and not another server that has its port."""
+    login = command(b"AUTH", password.encode()) if password else b""
+    answer = b""
     try:
         with socket.create_connection((_HOST, server.port), timeout=1.0) as client:
-            client.sendall(command(b"INFO", b"server"))
-            return f"\r\nprocess_id:{server.pid}\r\n".encode() in client.recv(65536)
+            client.sendall(login + command(b"INFO", b"server") + command(b"QUIT"))
+            while part := client.recv(65536):
+                answer += part
     except OSError:
         return False
+    return f"\r\nprocess_id:{server.pid}\r\n".encode() in answer
 
 
 def _free_port() -> int:

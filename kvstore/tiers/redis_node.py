@@ -13,15 +13,10 @@ from kvstore.tiers.base import TierStatus
 from kvstore.tiers.breaker import Breaker
 from kvstore.tiers.redis_commands import memory_policy
 from kvstore.tiers.redis_connection import ServerRefusedError, WiredConnection
+from kvstore.tiers.redis_errors import ErrorLog
 from kvstore.tiers.redis_wire import Clock, StreamError, Wire
 
 logger = logging.getLogger(__name__)
-
-# The kinds of error are a label of a metric, hence a closed set: other codes are counted together.
-_COUNTED_CODES = {
-    *("ASK", "CLUSTERDOWN", "CROSSSLOT", "MASTERDOWN", "MOVED", "TRYAGAIN"),
-    *("ERR", "LOADING", "MISCONF", "NOAUTH", "NOPERM", "NOREPLICAS", "OOM", "READONLY", "WRONGTYPE"),
-}
 
 
 class Lane(Enum):
@@ -80,35 +75,32 @@ class Node:
         self._place = new_connection().place
         self._lanes = {Lane.PROBE: _Slots(1), Lane.BULK: _Slots(bulk_connections)}
         self._breaker = Breaker()
-        self._errors: Counter[str] = Counter()
+        self._errors = ErrorLog(self._place, clock)
         self._last_error = ""
         self._policy_known = False
         self._closed = False
         # Guards what is above; notified when somebody who waits in _take may have to look again.
         self._changed = threading.Condition()
 
-    @property
-    def breaker_open(self) -> bool:
-        return self._breaker.opened_at is not None
-
     def errors(self) -> Counter[str]:
-        """What went wrong since the start, by kind.
+        """What went wrong since the start, by kind: a closed set, only ever growing counts.
 
         Of an exchange: busy, timeout, connection, refused, protocol. Of one reply in it: the error's
-        code in lower case, or other.
+        code in lower case, such as oom or noperm, or other.
         """
-        with self._changed:
-            return self._errors.copy()
+        return self._errors.counts()
 
     def status(self) -> TierStatus:
+        """Healthy while it answers, whatever it answers; then ``reason`` names its current errors."""
         with self._changed:
             if self._closed:
                 return TierStatus(healthy=False, reason=f"redis {self._place}: closed")
-            if self._breaker.opened_at is None:
-                return TierStatus(healthy=True)
-            seconds = self._clock() - self._breaker.opened_at
-            reason = f"redis {self._place} has not answered for {seconds:.1f} s: {self._last_error}"
-            return TierStatus(healthy=False, reason=reason)
+            if self._breaker.opened_at is not None:
+                seconds = self._clock() - self._breaker.opened_at
+                reason = f"redis {self._place} has not answered for {seconds:.1f} s: {self._last_error}"
+                return TierStatus(healthy=False, reason=reason)
+        current = ", ".join(self._errors.current())
+        return TierStatus(healthy=True, reason=current and f"redis {self._place} answers with {current}")
 
     @contextmanager
     def borrow(self, lane: Lane, deadline: float) -> Iterator[Wire]:
@@ -177,17 +169,19 @@ class Node:
     def _give_back(
         self, slots: _Slots, connection: WiredConnection | None, *, intact: bool, is_probe: bool
     ) -> None:
+        # Whoever borrows the connection next starts another list.
+        codes = [] if connection is None else connection.wire.error_codes
         with self._changed:
             # Nothing is left of the probe when its outcome has been recorded.
             self._breaker.abandon(probe=is_probe)
             if connection is not None:
                 slots.busy -= 1
-                self._count_replies(connection.wire.error_codes)
                 if intact and not self._closed:
                     slots.idle.append(connection)
                 else:
                     connection.shut()
             self._changed.notify_all()
+        self._errors.add_replies(codes)
 
     def _start_connecting(self, slots: _Slots) -> None:
         connecting = threading.Thread(
@@ -231,15 +225,12 @@ class Node:
     def _failed(self, error: OSError, connection: WiredConnection | None, *, is_probe: bool) -> None:
         if isinstance(error, NodeDownError):
             return
-        kind = _error_kind(error)
+        self._errors.add(_error_kind(error))
         answers = connection is not None and connection.wire.replies > 0
         if isinstance(error, BusyError) or (isinstance(error, TimeoutError) and answers):
             # No fault of the server's, or it answers, only not all of this in time.
-            with self._changed:
-                self._errors[kind] += 1
             return
         with self._changed:
-            self._errors[kind] += 1
             self._last_error = str(error)
             began = self._breaker.fail(self._clock(), probe=is_probe)
             if began:
@@ -251,10 +242,6 @@ class Node:
                 self._place,
                 error,
             )
-
-    def _count_replies(self, codes: list[str]) -> None:
-        for code in codes:
-            self._errors[code.lower() if code in _COUNTED_CODES else "other"] += 1
 
     def _check_policy(self, wire: Wire) -> None:
         """Warn, once, of a server that will run out of memory; a server may refuse to say."""

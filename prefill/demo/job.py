@@ -33,7 +33,7 @@ class Job:
     """What another process is to do: settings of its store, and prompts that arrive together."""
 
     model: str | None
-    settings: dict[str, str | int | float]
+    settings: dict[str, object]
     prompts: list[Prompt]
 
     @classmethod

@@ -11,11 +11,14 @@ from rich.text import Text
 from kvstore.block import TierName
 from prefill.demo.run import Outcome, Row
 
-JsonValue = bool | int | float | str | dict[str, int] | dict[str, float] | list[dict[str, object]]
+JsonValue = None | bool | int | float | str | dict[str, int] | dict[str, float] | list[dict[str, object]]
 
 
 def as_json(outcome: Outcome) -> dict[str, JsonValue]:
-    """One object. Times are milliseconds; hits and asked are tokens of all requests with the cache."""
+    """One object. Hits and asked are tokens of all requests with the cache.
+
+    Times are milliseconds, the four medians over requests that hit something; null when none did.
+    """
     reused = [row for row in outcome.rows if row.warm.cached]
     counts = outcome.counts
     return {
@@ -24,10 +27,10 @@ def as_json(outcome: Outcome) -> dict[str, JsonValue]:
         "hit_tokens": {tier.value: counts.hit.get(tier.value, 0) for tier in TierName},
         "asked_tokens": counts.asked,
         "hit_rate": sum(counts.hit.values()) / counts.asked,
-        "ttft_cold_ms": median(_ms(row.cold.ttft_seconds) for row in reused),
-        "ttft_warm_ms": median(_ms(row.warm.ttft_seconds) for row in reused),
-        "execution_cold_ms": median(_ms(row.cold.execution_seconds) for row in reused),
-        "execution_warm_ms": median(_ms(row.warm.execution_seconds) for row in reused),
+        "ttft_cold_ms": _median_ms([row.cold.ttft_seconds for row in reused]),
+        "ttft_warm_ms": _median_ms([row.warm.ttft_seconds for row in reused]),
+        "execution_cold_ms": _median_ms([row.cold.execution_seconds for row in reused]),
+        "execution_warm_ms": _median_ms([row.warm.execution_seconds for row in reused]),
         "corrupt_misses": counts.corrupt,
     }
 
@@ -102,6 +105,10 @@ def _request(row: Row) -> dict[str, object]:
         "identical": row.identical,
         "output_tokens": warm.tokens,
     }
+
+
+def _median_ms(seconds: list[float]) -> float | None:
+    return _ms(median(seconds)) if seconds else None
 
 
 def _ms(seconds: float) -> float:

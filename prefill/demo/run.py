@@ -104,7 +104,7 @@ def _converse(stage: Stage, conversations: list[Conversation], counts: Counts) -
                 "within a few; use a server that is nearer or less busy"
             )
     finally:
-        worker.close()
+        worker.close(remove_pool=True)
     return batches
 
 
@@ -131,7 +131,7 @@ def _without_cache(stage: Stage, batches: list[Batch]) -> list[list[Result]]:
     try:
         return [_run_cold(stage, worker, batch) for batch in batches]
     finally:
-        worker.close()
+        worker.close(remove_pool=True)
 
 
 def _run_cold(stage: Stage, worker: Worker, batch: Batch) -> list[Result]:
@@ -141,22 +141,19 @@ def _run_cold(stage: Stage, worker: Worker, batch: Batch) -> list[Result]:
 
 def _damage(stage: Stage, prompt: Prompt) -> bool:
     """Flip a byte half-way, so that a shorter prefix is still good; False where Redis has no block."""
+    if stage.config.redis_url is None:
+        return False
     root = namespace_of(stage.model.spec, stage.config).root()
     chain = Chain.of(root, np.array(prompt.tokens, dtype=np.uint32))
     middle = usable_blocks(len(prompt.tokens), root.block_size) // 2
-    row, config = chain.rows(WHOLE, middle, middle + 1), stage.config
-    return flip_last_byte(str(config.redis_url), config.redis_prefix, row, stage.clock)
+    row, prefix = chain.rows(WHOLE, middle, middle + 1), stage.config.redis_prefix
+    return flip_last_byte(stage.config.redis_url, prefix, row, stage.clock)
 
 
 def _job(stage: Stage, pool: str, prompts: list[Prompt]) -> Job:
     config = _settings(stage, pool, prompts, redis=True)
-    settings: dict[str, str | int | float] = {
-        "pool_path": str(config.pool_path),
-        "redis_url": str(config.redis_url),
-        "redis_probe_seconds": config.redis_probe_seconds,
-        "redis_acquire_seconds": config.redis_acquire_seconds,
-        "device_bytes": config.device_bytes,
-    }
+    # All of it: the other process must not find a setting of its own.
+    settings = {**config.model_dump(mode="json"), "redis_url": config.redis_url or "none"}
     return Job(stage.model_name, settings, prompts)
 
 

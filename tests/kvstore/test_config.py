@@ -40,19 +40,19 @@ def test_defaults_are_valid() -> None:
 
 
 def test_later_sources_win_and_are_named(tmp_path: Path) -> None:
-    toml = write_toml(tmp_path, 'pool_bytes = "2GiB"\nblock_size = 32\nlog_level = "error"\n')
+    toml = write_toml(tmp_path, 'pool_bytes = "2GiB"\nblock_size = 32\nredis_prefix = "a"\n')
     loaded = load_config(
         toml_path=toml,
-        environ={"KVSTORE_BLOCK_SIZE": "64", "KVSTORE_LOG_LEVEL": "warning", "HOME": "/nowhere"},
-        overrides={"log_level": "debug", "block_size": None},
+        environ={"KVSTORE_BLOCK_SIZE": "64", "KVSTORE_REDIS_PREFIX": "c", "HOME": "/nowhere"},
+        overrides={"redis_prefix": "b", "block_size": None},
     )
     assert loaded.config.pool_bytes == 2 * 2**30
     assert loaded.config.block_size == 64
-    assert loaded.config.log_level == "debug"
+    assert loaded.config.redis_prefix == "b"
     assert {name: source for name, source in loaded.sources.items() if source != Source.DEFAULT} == {
         "pool_bytes": Source.FILE,
         "block_size": Source.ENVIRONMENT,
-        "log_level": Source.FLAG,
+        "redis_prefix": Source.FLAG,
     }
 
 
@@ -125,7 +125,7 @@ def test_redis_urls(url: str, stored: str | None) -> None:
         ("KVSTORE_REDIS_URL", "redis://", "expected redis://"),
         ("KVSTORE_REDIS_URL", "redis://127.0.0.1:99999", "expected redis://"),
         ("KVSTORE_REDIS_URL", "redis://[::1", "expected redis://"),
-        ("KVSTORE_LOG_LEVEL", "verbose", "expected 'debug', 'info', 'warning' or 'error'"),
+        ("KVSTORE_HASH_ALGORITHM", "md5", "expected 'xxh3_128' or 'sha256'"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(variable: str, value: str, expected: str) -> None:
@@ -154,13 +154,13 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(tmp_path: Path) -> Non
     toml = write_toml(tmp_path, "pool_byte = 1\n")
     message = load_error(
         toml_path=toml,
-        environ={"KVSTORE_LEASE_SECS": "1", "KVSTORE_log_level": "info"},
+        environ={"KVSTORE_LEASE_SECS": "1", "KVSTORE_redis_prefix": "kv"},
         overrides={"redis_uri": "embedded"},
     )
     assert message.splitlines() == [
         f"{toml}: key pool_byte does not exist; did you mean pool_bytes?",
         "environment variable KVSTORE_LEASE_SECS does not exist; did you mean KVSTORE_LEASE_SECONDS?",
-        "environment variable KVSTORE_log_level does not exist; did you mean KVSTORE_LOG_LEVEL?",
+        "environment variable KVSTORE_redis_prefix does not exist; did you mean KVSTORE_REDIS_PREFIX?",
         "flag --redis-uri does not exist; did you mean --redis-url?",
     ]
 
@@ -217,6 +217,7 @@ def test_a_password_is_shown_nowhere() -> None:
         ("redis://user@host", "redis://user@host"),
         ("redis://host?db=1&password=s3&protocol=2", "redis://host?db=1&password=***&protocol=2"),
         ("user:pw@host", "user:***@host"),
+        ("rediss://host?ssl_password=s3&db=1", "rediss://host?ssl_password=***&db=1"),
     ],
 )
 def test_mask_url(url: str, masked: str) -> None:

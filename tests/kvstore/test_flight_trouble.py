@@ -12,6 +12,7 @@ import pytest
 from kvstore.block import WHOLE, BlockRows, MissCause, TierName
 from kvstore.events import BlocksRemoved, RemovalCause, RequestSettled
 from kvstore.store import StoreOptions
+from kvstore.tiers.base import TierMatch
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_value import block_key
 from tests.support.dict_tier import DictTier
@@ -43,9 +44,9 @@ class TestInjected:
     @pytest.mark.parametrize(
         ("fault", "cause"),
         [
-            (Fault.FAIL, MissCause.COLD),
-            (Fault.SLOW, MissCause.COLD),
-            (Fault.CRASH, MissCause.COLD),
+            (Fault.FAIL, MissCause.UNAVAILABLE),
+            (Fault.SLOW, MissCause.TIMEOUT),
+            (Fault.CRASH, MissCause.UNAVAILABLE),
             (Fault.LOSE, MissCause.COLD),
             (Fault.CORRUPT, MissCause.CORRUPT),
         ],
@@ -130,7 +131,7 @@ class TestInjected:
 
     def test_a_late_answer_is_a_timeout(self, redis: DictTier) -> None:
         class LateLoads(FaultyTier):
-            def match(self, rows: BlockRows, deadline: float) -> int:
+            def match(self, rows: BlockRows, deadline: float) -> TierMatch:
                 return redis.match(rows, deadline)
 
         late = LateLoads(redis, 0, {Fault.SLOW: 1.0})

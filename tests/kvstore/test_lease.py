@@ -10,7 +10,7 @@ import pytest
 from kvstore.block import WHOLE, MissCause, Shard, TierName
 from kvstore.errors import LeaseError, NamespaceError
 from kvstore.events import RequestSettled, TokensProbed
-from kvstore.evict.base import NO_HINTS
+from kvstore.hints import NO_HINTS
 from kvstore.lease import LeaseTable
 from kvstore.store import BlockStatus, StoreOptions
 from tests.support.stores import (
@@ -38,7 +38,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def rig(clock: FakeClock) -> Iterator[Rig]:
-    """Host tier alone: 28 blocks."""
+    """Host tier alone: 24 blocks."""
     with make_rig(
         clock, [(SPEC, (WHOLE,)), (DIVIDED, SPLIT)], RigOptions(1, 0, 32 << 10, store=OPTIONS)
     ) as made:
@@ -77,7 +77,7 @@ class TestPromise:
         """LMCache #717 #911 #1686 #4133, vllm #42289."""
         rig.write(make_chain(SPEC, "abcd"))
         lease = rig.store.acquire("r", make_chain(SPEC, "abcd"))
-        assert rig.write(STRANGER).count(BlockStatus.YOURS) == 28 - 4
+        assert rig.write(STRANGER).count(BlockStatus.YOURS) == 24 - 4
         rig.write(make_chain(SPEC, "mnopqrst"))
         rig.assert_promised(lease)
         assert lease.blocks == 4
@@ -188,7 +188,7 @@ class TestEnd:
         (event,) = settled(rig)
         assert event.asked_tokens == 14
         assert event.hit_tokens == {TierName.HOST: 8}
-        assert event.miss_tokens == {MissCause.UNKNOWN: 4, MissCause.TAIL: 2}
+        assert event.miss_tokens == {MissCause.COLD: 4, MissCause.TAIL: 2}
         assert event.tier_asked == {TierName.HOST: 12}
 
     def test_what_the_reader_found_stale_is_a_miss(self, rig: Rig) -> None:

@@ -56,7 +56,9 @@ class Forest:
         for depth, name in enumerate(names):
             self.last_used[name] = (self.now, -depth)
         slots = slots_of(*(self.slot[name] for name in names))
-        self.lru.touch(Touch(slots, hits, float(self.now)))
+        self.lru.touch(Touch(prompt.encode(), slots[:hits], hits, float(self.now)))
+        if hits < len(names):
+            self.lru.add(slots[hits:], int(slots[hits - 1]) if hits else ROOT, float(self.now))
 
     def add(self, name: str) -> None:
         slot = min(set(range(SLOTS)) - set(self.slot.values()))
@@ -194,7 +196,7 @@ def test_memory_does_not_grow_with_the_requests() -> None:
     slots = slots_of(*(forest.slot["abcdef"[:end]] for end in range(1, 7)))
     tracemalloc.start()
     for number in range(20_000):
-        forest.lru.touch(Touch(slots.copy(), 6, float(number)))
+        forest.lru.touch(Touch(b"", slots.copy(), 6, float(number)))
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown < 500_000

@@ -145,6 +145,9 @@ GOLDEN: Samples = {
     'kvstore_transfer_bytes_total{from="redis",to="host"}': (6 + 5) * PAYLOAD_BYTES,
     'kvstore_transfer_seconds_count{from="host",to="redis"}': 1,
     'kvstore_transfer_seconds_count{from="redis",to="host"}': 2,
+    'kvstore_block_reuse_gap_seconds_count{tier="host"}': 6 + 3 + 6,
+    'kvstore_block_lifetime_seconds_count{tier="host"}': 6 + 6,
+    'kvstore_block_idle_before_evict_seconds_count{tier="host"}': 6 + 6,
     'kvstore_pool_bytes{tier="host",state="ready"}': 5 * PAYLOAD_BYTES,
     'kvstore_pool_bytes{tier="host",state="free"}': EXTENT_BYTES - 5 * PAYLOAD_BYTES,
 }
@@ -158,6 +161,26 @@ def test_a_script_gives_exact_values() -> None:
             run_script(store, spec)
         assert samples_of(first.registry) == GOLDEN
         assert samples_of(second.registry) == GOLDEN
+
+
+def test_ages_of_blocks() -> None:
+    spec = make_spec("tiny")
+    with counted_store(spec) as counted:
+        counted.rig.write(make_chain(spec, "abc"))
+        counted.clock.advance(5.0)
+        ask(counted, make_chain(spec, "ab"))
+        counted.clock.advance(40.0)
+        forget_in_memory(counted)
+        value = counted.registry.get_sample_value
+        for name, seconds, up_to in (
+            ("reuse_gap", [5.0, 5.0], {"1.0": 0, "10.0": 2, "60.0": 2, "+Inf": 2}),
+            ("lifetime", [45.0, 45.0, 45.0], {"10.0": 0, "60.0": 3, "+Inf": 3}),
+            ("idle_before_evict", [40.0, 40.0, 45.0], {"10.0": 0, "60.0": 3, "+Inf": 3}),
+        ):
+            metric, tier = f"kvstore_block_{name}_seconds", {"tier": "host"}
+            assert value(f"{metric}_sum", tier) == sum(seconds)
+            assert value(f"{metric}_count", tier) == len(seconds)
+            assert {le: value(f"{metric}_bucket", {**tier, "le": le}) for le in up_to} == up_to
 
 
 def test_gauges_are_the_stores_own_books() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +15,7 @@ import xxhash
 
 from kvstore.block import WHOLE
 from kvstore.errors import PoolError
-from kvstore.evict.lru import LRU
 from kvstore.table import SlotState, Table
-from kvstore.tiers.host import HostTier
 from kvstore.tiers.pool_file import (
     HEADER,
     HEADER_BYTES,
@@ -30,6 +26,8 @@ from kvstore.tiers.pool_file import (
     VERSION,
     PoolFile,
 )
+from kvstore.tiers.pool_place import check_room
+from tests.support.pool_processes import run, start
 from tests.support.stores import (
     FakeClock,
     RigOptions,
@@ -41,45 +39,14 @@ from tests.support.stores import (
     pool_folder,
 )
 
-REPOSITORY = Path(__file__).parents[2]
 EXTENT_BYTES = 64 << 10
 SPEC = make_spec()
-
-OPEN = """
-import sys
-from pathlib import Path
-from kvstore.block import WHOLE
-from kvstore.evict.lru import LRU
-from kvstore.store import BlockStatus, TieredStore, Tiers
-from kvstore.tiers.host import HostTier
-
-path = Path(sys.argv[1])
-host = HostTier(path, pool_bytes=8 << 16, extent_bytes=1 << 16, make_evictor=LRU, clock=lambda: 1.0)
-"""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with pool_folder() as made:
         yield made
-
-
-def start(script: str, path: Path) -> subprocess.Popen[str]:
-    """Run a script that has opened the pool at ``path`` in another process."""
-    return subprocess.Popen(
-        [sys.executable, "-c", OPEN + script, str(path)],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run(script: str, path: Path) -> str:
-    process = start(script, path)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    return output.strip()
 
 
 class Reader:
@@ -222,14 +189,15 @@ class TestRoom:
         with pytest.raises(
             PoolError, match=rf"pool_bytes is {asked}, but .* has \d+ bytes free; lower"
         ) as caught:
-            make_host(folder, FakeClock(), extents=asked // EXTENT_BYTES)
+            check_room(folder / "pool", asked)
         assert "--shm-size" in str(caught.value)
+        # Where the tmpfs is larger than the memory, that is the first that does not suffice.
+        with pytest.raises(PoolError, match=rf"pool_bytes is {asked}, but .* \d+ bytes( free)?; lower"):
+            make_host(folder, FakeClock(), extents=asked // EXTENT_BYTES)
         assert list(folder.iterdir()) == []
 
     def test_more_than_any_machine_has(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            PoolError, match=rf"pool_bytes is {1 << 60}, but .* bytes (free|of memory); lower"
-        ):
+        with pytest.raises(PoolError, match=rf"pool_bytes is {1 << 60}, but the .* is \d+ bytes; lower"):
             make_host(tmp_path, FakeClock(), extents=1 << 40, extent_bytes=1 << 20)
         assert list(tmp_path.iterdir()) == []
 
@@ -263,6 +231,32 @@ print(host.pool.usage().reserved)
 """
         assert run(script, folder / "pool") == str(3 * EXTENT_BYTES)
 
+    def test_memory_that_cannot_be_mapped_is_given_back(self, folder: Path) -> None:
+        """The kernel answers ENOMEM for a hole in the mapping, as for page tables it has no memory for."""
+        script = """
+import ctypes
+import numpy as np
+from hashing import KVShape, Namespace
+from kvstore.block import Chain
+from kvstore.spec import NamespaceSpec
+hole = host.file.data.ctypes.data + 2 * (1 << 16) + 4096
+assert ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(4096)) == 0
+before = path.stat().st_blocks * 512
+store = TieredStore(Tiers(host), clock=lambda: 1.0)
+spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
+store.register(spec)
+for number in range(20):
+    with store.write(Chain.of(spec.root, np.arange(number * 100, number * 100 + 80))) as write:
+        assert write.status == [BlockStatus.YOURS] * 20, write.status
+        for payload in write.payloads:
+            payload[:] = number
+store.check()
+print(host.pool.usage().reserved, path.stat().st_blocks * 512 - before)
+"""
+        reserved, allocated = run(script, folder / "pool").split()
+        assert int(reserved) == 2 * EXTENT_BYTES
+        assert int(allocated) - int(reserved) <= 4096, "only the hole itself may stay allocated"
+
     def test_a_file_that_the_system_refuses_leaves_nothing_behind(self, folder: Path) -> None:
         script = """
 import resource
@@ -295,18 +289,38 @@ def name_many(file: PoolFile, numbers: range) -> None:
         assert file.namespace_id(number.to_bytes(16, "big")) == number + 1
 
 
-class TestPath:
-    def test_a_folder_that_does_not_exist(self, folder: Path) -> None:
-        with pytest.raises(PoolError, match=r"is in .*/missing, which is no directory; make it first"):
-            make_host(folder / "missing", FakeClock())
+def is_mapped(inode: int) -> bool:
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return str(inode) in {line.split()[4] for line in lines}
 
-    def test_a_path_that_cannot_be_opened(self, folder: Path) -> None:
-        (folder / "pool").mkdir()
-        with pytest.raises(PoolError, match=r"cannot open pool file .*: Is a directory; choose a pool_path"):
-            HostTier(
-                folder / "pool",
-                pool_bytes=EXTENT_BYTES,
-                extent_bytes=EXTENT_BYTES,
-                make_evictor=LRU,
-                clock=FakeClock(),
-            )
+
+class TestEnd:
+    def test_memory_goes_with_the_last_view_of_it(self, folder: Path) -> None:
+        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES, epoch=1)
+        inode = file.path.stat().st_ino
+        assert file.reserve(0)
+        view = file.data[:10]
+        view[:] = 7
+        file.close()
+        assert is_mapped(inode)
+        assert (view == 7).all()
+        del view
+        assert not is_mapped(inode)
+        assert file.path.exists()
+
+    def test_a_temporary_pool_can_be_removed(self, folder: Path) -> None:
+        host = make_host(folder, FakeClock())
+        host.file.remove()
+        assert list(folder.iterdir()) == []
+        host.file.remove()
+        next_one = make_host(folder, FakeClock())
+        host.file.remove()
+        host.close()
+        assert next_one.file.path.exists(), "what another server put there is not ours"
+        next_one.close()
+
+    def test_after_the_close_the_file_belongs_to_whoever_is_next(self, folder: Path) -> None:
+        host = make_host(folder, FakeClock())
+        host.close()
+        host.file.remove()
+        assert host.file.path.exists()

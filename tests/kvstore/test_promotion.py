@@ -61,8 +61,8 @@ def test_two_requests_bring_the_same_blocks_up(rig: Rig) -> None:
 def test_to_find_them_up_there_is_to_use_them(rig: Rig) -> None:
     for letters in ("abcd", "wxyz"):
         rig.write(make_chain(SPEC, letters))
-    leases = [acquire(rig, letters, str(each)) for each, letters in enumerate(("abcd", "wxyz", "abcd"))]
-    for lease in leases:
+    for each, letters in enumerate(("abcd", "wxyz", "abcd")):
+        lease = acquire(rig, letters, str(each))
         rig.store.promote(lease)
         rig.store.release(lease)
     assert len(rig.store.reserve(SPEC.root.digest, 4)) == 4

@@ -16,9 +16,9 @@ from kvstore.tiers.base import LoadResult, SaveOutcome, TierStatus
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_value import block_key, header_bytes
 from tests.support.redis_store import BLOCK_SIZE, Store, assert_loads, payloads_of, rows_of
-from tests.support.valkey import ValkeyServer, eventually, shared_valkey, valkey
+from tests.support.valkey import ValkeyServer, any_server, eventually, shared_redis, shared_valkey
 
-__all__ = ["shared_valkey", "valkey"]
+__all__ = ["any_server", "shared_redis", "shared_valkey"]
 
 pytestmark = pytest.mark.redis
 
@@ -27,9 +27,9 @@ DAY_MS = 86_400_000
 
 
 @pytest.fixture
-def store(valkey: ValkeyServer) -> Iterator[Store]:
-    tier = RedisTier(RedisOptions(valkey.url), time.monotonic)
-    yield Store(tier, valkey)
+def store(any_server: ValkeyServer) -> Iterator[Store]:
+    tier = RedisTier(RedisOptions(any_server.url), time.monotonic)
+    yield Store(tier, any_server)
     tier.close()
 
 
@@ -262,13 +262,13 @@ def test_discard_deletes_what_is_there_and_says_how_much(store: Store) -> None:
     assert store.server.client.dbsize() == 100
 
 
-def test_a_payload_past_the_limit_or_tokens_past_the_header_are_refused(valkey: ValkeyServer) -> None:
-    options = RedisOptions(valkey.url, max_payload_bytes=1000)
-    store = Store(RedisTier(options, time.monotonic), valkey)
+def test_a_payload_past_the_limit_or_tokens_past_the_header_are_refused(any_server: ValkeyServer) -> None:
+    options = RedisOptions(any_server.url, max_payload_bytes=1000)
+    store = Store(RedisTier(options, time.monotonic), any_server)
     assert store.save(rows_of(2), payloads_of(2, 1001)) == [SaveOutcome.REFUSED] * 2
     tokens = np.zeros((2, 20_000), dtype=np.uint32)
     assert store.save(replace(rows_of(2), tokens=tokens), payloads_of(2, 10)) == [SaveOutcome.REFUSED] * 2
-    assert valkey.client.dbsize() == 0
+    assert any_server.client.dbsize() == 0
     store.tier.close()
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import xxhash
 
-from kvstore.block import WHOLE, BlockRows, MissCause, TierName
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, Tier, TierStatus
+from kvstore.block import MissCause, TierName
+from kvstore.tiers.base import LoadResult, SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.null import NullTier
-from kvstore.tiers.redis import RedisOptions, RedisTier
-from kvstore.tiers.redis_value import block_key
-from tests.support.dict_tier import DictTier
-from tests.support.faulty_tier import FaultyTier, HeldTier
 from tests.support.stores import (
     SPLIT,
     make_chain,
@@ -28,104 +22,13 @@ from tests.support.stores import (
     payloads_of,
     pool_folder,
 )
-from tests.support.valkey import ValkeyServer, shared_valkey, valkey
+from tests.support.tier_cases import CASES, SPEC, Case, checksum, flip_in_memory, rows_of, soon
+from tests.support.valkey import shared_redis, shared_valkey
 
-__all__ = ["shared_valkey", "valkey"]
+__all__ = ["shared_redis", "shared_valkey"]
 
-SPEC = make_spec()
 LONG = 300
 """Blocks of a prompt that spans three segments."""
-
-
-@dataclass
-class Case:
-    """A tier, empty, and how to flip a byte of what it stores."""
-
-    tier: Tier
-    flip: Callable[[BlockRows, int], None]
-    local: bool = True
-    """Whether ``match`` compares what it finds, and whether blocks have one size."""
-
-    def save(self, rows: BlockRows, payloads: list[Payload] | None = None) -> list[SaveOutcome]:
-        given = payloads_of(rows) if payloads is None else payloads
-        return self.tier.save(rows, given, [checksum(payload) for payload in given], soon())
-
-    def match(self, rows: BlockRows) -> int:
-        return self.tier.match(rows, soon())
-
-    def load(self, rows: BlockRows, size: int | None = None) -> tuple[LoadResult, list[Payload]]:
-        size = SPEC.payload_bytes_on() if size is None else size
-        destinations = [np.zeros(size, dtype=np.uint8) for _ in range(len(rows))]
-        return self.tier.load(rows, destinations, soon()), destinations
-
-    def assert_holds(self, rows: BlockRows) -> None:
-        result, loaded = self.load(rows)
-        expected = payloads_of(rows)
-        assert result.causes == [None] * len(rows)
-        assert result.checksums == [checksum(payload) for payload in expected]
-        assert [each.tobytes() for each in loaded] == [each.tobytes() for each in expected]
-
-
-def soon() -> float:
-    return time.monotonic() + 5
-
-
-def checksum(payload: Payload) -> int:
-    return xxhash.xxh3_64_intdigest(payload.tobytes())
-
-
-def flip_in_memory(tier: MemoryTier) -> Callable[[BlockRows, int], None]:
-    def flip(rows: BlockRows, block: int) -> None:
-        slot = int(tier.pool.match(rows.slice(block, block + 1)).slots[0])
-        payload = np.empty(SPEC.payload_bytes_on(), dtype=np.uint8)
-        tier.read_slot(slot, payload)
-        payload[100] ^= 1
-        tier.write_slot(slot, payload)
-
-    return flip
-
-
-def device_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    tier = make_device(time.monotonic, extents=8)
-    return Case(tier, flip_in_memory(tier))
-
-
-def host_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    tier = make_host(folder, time.monotonic, extents=8)
-    return Case(tier, flip_in_memory(tier))
-
-
-def redis_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    server: ValkeyServer = request.getfixturevalue("valkey")
-
-    def flip(rows: BlockRows, block: int) -> None:
-        key = block_key("kv", rows, block)
-        last = server.value(key)[-1]
-        server.client.setrange(key, server.client.strlen(key) - 1, bytes([last ^ 1]))
-
-    return Case(RedisTier(RedisOptions(server.url), time.monotonic), flip, local=False)
-
-
-def dictionary_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    """The double that other tests use has to keep the contract too, also through its wrappers."""
-    inner = DictTier()
-
-    def flip(rows: BlockRows, block: int) -> None:
-        key = rows.namespace, str(rows.shard), rows.hash_at(block)
-        value = inner.values[key]
-        inner.values[key] = value._replace(payload=b"\xff" + value.payload[1:])
-
-    held = HeldTier(FaultyTier(inner, 0, {}))
-    held.open()
-    return Case(held, flip, local=False)
-
-
-CASES = [
-    pytest.param(device_case, id="device"),
-    pytest.param(host_case, id="host"),
-    pytest.param(redis_case, id="redis", marks=pytest.mark.redis),
-    pytest.param(dictionary_case, id="dictionary"),
-]
 
 
 @pytest.fixture(params=CASES)
@@ -134,10 +37,6 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         made = request.param(request, folder)
         yield made
         made.tier.close()
-
-
-def rows_of(letters: str) -> BlockRows:
-    return make_chain(SPEC, letters, colliding=True).rows(WHOLE)
 
 
 def test_what_was_saved_is_matched_and_loaded(case: Case) -> None:
@@ -157,6 +56,16 @@ def test_match_is_the_leading_run(case: Case) -> None:
     assert case.match(rows) == 3
     assert case.match(rows.slice(3, 6)) == 0
     assert case.match(rows.slice(4, 6)) == 2
+
+
+def test_a_match_says_what_ended_it(case: Case) -> None:
+    """dynamo #8164 #5565 #3581: "0 cached" can be explained."""
+    rows = rows_of("abcd")
+    assert case.tier.match(rows, soon()) == TierMatch(0, MissCause.COLD)
+    case.save(rows.slice(0, 3))
+    assert case.tier.match(rows, soon()) == TierMatch(3, MissCause.COLD)
+    assert case.tier.match(rows.slice(0, 3), soon()) == TierMatch(3, None)
+    assert case.tier.match(rows.slice(3, 3), soon()) == TierMatch(0, None)
 
 
 def test_match_changes_nothing(case: Case) -> None:
@@ -306,7 +215,7 @@ def test_a_deadline_that_has_passed_is_an_outcome(case: Case) -> None:
     case.save(rows)
     past = time.monotonic() - 1
     began = time.monotonic()
-    assert case.tier.match(rows, past) in (0, 2)
+    assert case.tier.match(rows, past) in (TierMatch(2, None), TierMatch(0, MissCause.TIMEOUT))
     destinations = [np.zeros(SPEC.payload_bytes_on(), dtype=np.uint8) for _ in range(2)]
     result = case.tier.load(rows, destinations, past)
     assert set(result.causes) <= {None, MissCause.TIMEOUT}
@@ -344,24 +253,24 @@ class TestMemory:
         """LMCache #2942, Mooncake #3331 #403: a full pool refuses with a cause, at once."""
         outcomes = self.save(tier, "abcdefghijkl")
         assert outcomes == [SaveOutcome.STORED] * 8 + [SaveOutcome.FULL] * 4
-        assert tier.match(rows_of("abcdefghijkl"), soon()) == 8
+        assert tier.match(rows_of("abcdefghijkl"), soon()) == TierMatch(8, MissCause.COLD)
 
     def test_a_match_is_no_use(self, tier: MemoryTier) -> None:
         """Mooncake #3599 #2187: probes neither pin nor keep what nobody uses."""
         self.save(tier, "abcd")
         self.save(tier, "wxyz")
         for _ in range(3):
-            assert tier.match(rows_of("abcd"), soon()) == 4
+            assert tier.match(rows_of("abcd"), soon()).blocks == 4
         self.save(tier, "mn")
-        assert tier.match(rows_of("abcd"), soon()) == 2
-        assert tier.match(rows_of("wxyz"), soon()) == 4
+        assert tier.match(rows_of("abcd"), soon()).blocks == 2
+        assert tier.match(rows_of("wxyz"), soon()).blocks == 4
 
     def test_what_is_held_is_not_discarded(self, tier: MemoryTier) -> None:
         self.save(tier, "abc")
         slots = tier.pool.match(rows_of("ab")).slots
         tier.pool.pin(slots, until=time.monotonic() + 60)
         assert tier.discard(rows_of("abc"), soon()) == 1
-        assert tier.match(rows_of("abc"), soon()) == 2
+        assert tier.match(rows_of("abc"), soon()).blocks == 2
         tier.pool.unpin(slots)
         assert tier.discard(rows_of("abc"), soon()) == 2
 
@@ -389,7 +298,8 @@ def test_the_null_tier_holds_nothing() -> None:
     rows = rows_of("ab")
     assert tier.name is TierName.REDIS
     assert tier.save(rows, payloads_of(rows), [0, 0], soon()) == [SaveOutcome.REFUSED] * 2
-    assert tier.match(rows, soon()) == 0
+    assert tier.match(rows, soon()) == TierMatch(0, MissCause.COLD)
+    assert tier.match(rows.slice(0, 0), soon()) == TierMatch(0, None)
     assert tier.load(rows, payloads_of(rows), soon()) == LoadResult([MissCause.COLD] * 2, [0, 0])
     assert tier.discard(rows, soon()) == 0
     assert tier.status() == TierStatus(healthy=True)

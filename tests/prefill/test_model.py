@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_weights_are_known_by_content_not_by_place(tiny_folder: Path, copied_fol
 def test_one_changed_tensor_is_another_model(tiny_folder: Path, copied_folder: Path) -> None:
     """A fine-tune has the config, the tensor names and the sizes of the model it came from."""
     tensors = load_file(copied_folder / WEIGHT_FILE)
-    tensors["model.layers.2.mlp.up_proj.weight"] *= 1.01
+    tensors["model.embed_tokens.weight"][7] *= 1.01  # one row, as a newly trained token is
     save_file(tensors, copied_folder / WEIGHT_FILE, metadata={"format": "pt"})
     sizes = [(folder / WEIGHT_FILE).stat().st_size for folder in (tiny_folder, copied_folder)]
     assert sizes[0] == sizes[1]
@@ -209,6 +210,23 @@ def garble_config(folder: Path) -> None:
     (folder / "config.json").write_text("{")
 
 
+def no_heads(folder: Path) -> None:
+    _set_config(folder, num_attention_heads=0)
+
+
+def words_for_numbers(folder: Path) -> None:
+    _set_config(folder, hidden_size="x")
+
+
+def no_rope_mapping(folder: Path) -> None:
+    _set_config(folder, rope_parameters=5)
+
+
+def _set_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
 def drop_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / WEIGHT_FILE)
     del tensors["model.layers.1.self_attn.k_proj.weight"]
@@ -220,9 +238,12 @@ def drop_a_tensor(folder: Path) -> None:
     [
         (lose_config, "has no config.json"),
         (lose_weights, "has no *.safetensors"),
-        (cut_weights, "is not a whole safetensors file"),
-        (garble_weights, "is not a whole safetensors file"),
+        (cut_weights, "cannot be read"),
+        (garble_weights, "cannot be read"),
         (garble_config, "cannot be read"),
+        (no_heads, "cannot be read"),
+        (words_for_numbers, "cannot be read"),
+        (no_rope_mapping, "cannot be read"),
         (drop_a_tensor, "lacks 1 of the model's tensors (first: 'model.layers.1.self_attn.k_proj.weight')"),
     ],
 )

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from kvstore.block import BlockRows, MissCause, TierName
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierStatus
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch, TierStatus
 
 
 class Value(NamedTuple):
@@ -32,10 +32,11 @@ class DictTier:
     def name(self) -> TierName:
         return TierName.REDIS
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
         with self._lock:
             found = [_key(rows, block) in self.values for block in range(len(rows))]
-        return [*found, False].index(False)
+        blocks = [*found, False].index(False)
+        return TierMatch(blocks, None if blocks == len(rows) else MissCause.COLD)
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         result = LoadResult()

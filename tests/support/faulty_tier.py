@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from kvstore.block import BlockRows, MissCause, TierName
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, Tier, TierStatus
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, Tier, TierMatch, TierStatus
 
 
 class Fault(StrEnum):
@@ -60,11 +60,16 @@ class FaultyTier:
     def name(self) -> TierName:
         return self._inner.name
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
-        if self._struck_by(Fault.FAIL) or self._is_late(deadline):
-            return 0
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
+        if self._struck_by(Fault.FAIL):
+            return TierMatch(0, MissCause.UNAVAILABLE)
+        if self._is_late(deadline):
+            return TierMatch(0, MissCause.TIMEOUT)
         found = self._inner.match(rows, deadline)
-        return self._random.randrange(found + 1) if self._struck_by(Fault.SHORT) else found
+        if not self._struck_by(Fault.SHORT):
+            return found
+        blocks = self._random.randrange(found.blocks + 1)
+        return found if blocks == found.blocks else TierMatch(blocks, MissCause.UNAVAILABLE)
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         if self._struck_by(Fault.FAIL):
@@ -154,7 +159,7 @@ class HeldTier:
             self._held = False
             self._changed.notify_all()
 
-    def match(self, rows: BlockRows, deadline: float) -> int:
+    def match(self, rows: BlockRows, deadline: float) -> TierMatch:
         self._pass("match", len(rows))
         return self._inner.match(rows, deadline)
 

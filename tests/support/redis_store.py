@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+import pytest
 import xxhash
 
 from hashing import KVShape, Namespace
 from kvstore.block import WHOLE, BlockRows, Chain, Shard
-from kvstore.tiers.base import LoadResult, Payload, SaveOutcome
-from kvstore.tiers.redis import RedisTier
+from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch
+from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_value import block_key
 from tests.support.valkey import ValkeyServer
 
@@ -44,10 +47,22 @@ class Store:
         return self.tier.load(rows, destinations, time.monotonic() + 5), destinations
 
     def match(self, rows: BlockRows) -> int:
+        return self.find(rows).blocks
+
+    def find(self, rows: BlockRows) -> TierMatch:
         return self.tier.match(rows, time.monotonic() + 5)
 
     def has(self, rows: BlockRows, block: int) -> bool:
         return bool(self.server.client.exists(block_key("kv", rows, block)))
+
+
+@contextmanager
+def opened(server: ValkeyServer, url: str = "", connections: int = 2) -> Iterator[Store]:
+    """A tier on the server, or on what stands before it at ``url``."""
+    options = RedisOptions(url or server.url, connections=connections)
+    store = Store(RedisTier(options, time.monotonic), server)
+    yield store
+    store.tier.close()
 
 
 def assert_loads(store: Store, rows: BlockRows, expected: list[Payload]) -> None:
@@ -55,3 +70,12 @@ def assert_loads(store: Store, rows: BlockRows, expected: list[Payload]) -> None
     assert result.causes == [None] * len(rows)
     assert result.checksums == [xxhash.xxh3_64_intdigest(payload.data) for payload in expected]
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(loaded, expected, strict=True))
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+    """What the tier logged, down to the first words after the server's address."""
+    return [
+        (record.levelno, " ".join(record.getMessage().split()[2:4]))
+        for record in caplog.records
+        if record.name.startswith("kvstore.tiers.redis_")
+    ]

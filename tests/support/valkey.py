@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from kvstore.tiers.redis_embedded import EmbeddedRedis
 class ValkeyServer:
     """A server on a port that it keeps when it is started again, with a client to look inside."""
 
-    def __init__(self, directory: Path, settings: dict[str, str]) -> None:
+    def __init__(self, directory: Path, settings: dict[str, str], binary: Path | None = None) -> None:
         self._directory = directory
         self._settings = settings
-        self._process = EmbeddedRedis.start(directory, settings=settings)
+        self._binary = binary
+        self._process = EmbeddedRedis.start(directory, settings=settings, binary=binary)
         self._stopped = False
         self.client = redis.Redis.from_url(self.url, protocol=2)
 
@@ -45,7 +47,9 @@ class ValkeyServer:
     def restart(self) -> None:
         """A new and empty process on the same port."""
         self._process.close()
-        self._process = EmbeddedRedis.start(self._directory, port=self.port, settings=self._settings)
+        self._process = EmbeddedRedis.start(
+            self._directory, port=self.port, settings=self._settings, binary=self._binary
+        )
 
     def stop(self) -> None:
         """Freeze the process: its sockets stay open, nothing is read or answered."""
@@ -104,6 +108,25 @@ def valkey(shared_valkey: ValkeyServer) -> ValkeyServer:
     """A server that is empty, and that the test leaves running."""
     shared_valkey.clear()
     return shared_valkey
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """The distribution's own Redis, which is what most installations have."""
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("no redis-server on PATH: apt-get install redis-server")
+    server = ValkeyServer(tmp_path_factory.mktemp("redis"), {}, Path(binary))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["shared_valkey", "shared_redis"])
+def any_server(request: pytest.FixtureRequest) -> ValkeyServer:
+    """``valkey``, and once more with the distribution's Redis in its place."""
+    server: ValkeyServer = request.getfixturevalue(request.param)
+    server.clear()
+    return server
 
 
 @pytest.fixture
