@@ -54,9 +54,12 @@ def main() -> None:
     for resident in RESIDENT:
         filled = fill(resident, PROMPT_BLOCKS, pieces=False)
         measure(report, filled, f"{resident:,} resident")
-        if resident == max(RESIDENT):
+        if resident == RESIDENT[0]:
+            # Only the first: memory that it gave back may serve the others.
             value = filled.process_bytes_a_block
-            report.goal("process bytes a resident block beyond the pool file", value, at_most=250)
+            report.goal(
+                f"process bytes a block beyond the pool file, {resident:,} resident", value, at_most=250
+            )
         filled.store.close()
     filled = fill(16 * LONG_BLOCKS, LONG_BLOCKS, pieces=False)
     measure(report, filled, f"{LONG_BLOCKS}-block prompts")
@@ -127,7 +130,6 @@ def measure(report: Report, filled: Filled, name: str, *, goal: bool = True) -> 
         bare_loop_ms=statistics.median(bare[1:]) * 1e3,
         ratio=ratio,
         release_ms=statistics.median(released[1:]) * 1e3,
-        process_bytes_a_block=filled.process_bytes_a_block,
     )
     if goal:
         report.goal(f"acquire over bare look-ups, {name}", ratio, at_most=2.0)

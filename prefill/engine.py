@@ -78,6 +78,8 @@ class Engine:
         An error ends the requests that it hit; the others go on with the next step.
         """
         self._keep_leases()
+        # What the last step computed goes down the tiers now, when its tokens are out.
+        self._store.pump()
         sequence = self._start_next()
         if sequence is not None:
             self._running[sequence.request.request_id] = sequence
@@ -86,7 +88,6 @@ class Engine:
         finished = [each for each in batch if self._is_finished(each)]
         for each in finished:
             self._end(each.request.request_id)
-        self._store.pump()
         return [each.result() for each in finished]
 
     def run(self, requests: list[Request]) -> list[Result]:
@@ -101,6 +102,7 @@ class Engine:
                 results.update((result.request_id, result) for result in self.step())
         finally:
             self.cancel(*(request.request_id for request in requests))
+            self._store.pump()
         return [results[request.request_id] for request in requests]
 
     def cancel(self, *request_ids: str) -> None:
