@@ -81,9 +81,9 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlocksReused:
-    """A request hit blocks in a tier. ``gaps`` are the seconds since each was used before.
+    """A request reads blocks in a tier. ``gaps`` are the seconds since each that it hit was used before.
 
-    ``first_reads`` of them had never been read since they were stored.
+    ``first_reads`` counts the blocks, hit or fetched for it, that are read for the first time.
     """
 
     time: float

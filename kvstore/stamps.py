@@ -20,7 +20,7 @@ class History(NamedTuple):
 
 
 class Reuse(NamedTuple):
-    """Seconds since each hit block was used before, and how many had never been read."""
+    """Seconds since each hit block was used before, and how many blocks are read for the first time."""
 
     gaps: NDArray[np.float64]
     first_reads: int
@@ -36,11 +36,11 @@ def mark_stored(extents: ExtentMap, slots: SlotArray, time: float) -> None:
 
 def mark_used(extents: ExtentMap, slots: SlotArray, hit_blocks: int, time: float) -> Reuse:
     """A request uses ``slots``, of which the first ``hit_blocks`` were there before it."""
-    before = history(extents, slots[:hit_blocks])
+    before = history(extents, slots)
     for extent, _, rows in extents.groups(slots):
         extent.table.used_at[rows] = time
         extent.table.reads[rows] += np.uint32(1)
-    return Reuse(time - before.used_at, int(np.count_nonzero(before.reads == 0)))
+    return Reuse(time - before.used_at[:hit_blocks], int(np.count_nonzero(before.reads == 0)))
 
 
 def history(extents: ExtentMap, slots: SlotArray) -> History:

@@ -19,10 +19,13 @@ class Admission:
     and gets its turn. It ends with ``start`` or ``close``.
     """
 
-    def __init__(self, store: TieredStore, request: Request, lease: Lease, length: int) -> None:
-        """``length`` is how many tokens' KV is to be held."""
+    def __init__(
+        self, store: TieredStore, request: Request, lease: Lease, length: int, redis_until: float
+    ) -> None:
+        """``length`` is how many tokens' KV is to be held; redis is waited for till ``redis_until``."""
         self.request = request
         self.lease = lease
+        self.redis_until = redis_until
         self._store = store
         self._blocks = blocks_for(length, lease.chain.root.block_size)
         self._slots: SlotArray = np.zeros(0, dtype=np.int64)

@@ -165,7 +165,7 @@ class Engine:
             blocks = usable_blocks(len(request.tokens), self._root.block_size) if request.reuse else 0
             self._next = self._open(request, self._chain(request, blocks), _length(request))
         admission = self._next
-        if admission is None:
+        if admission is None or self._awaits_redis(admission):
             return None
         if not admission.gather():
             if self._running or self._handed:
@@ -173,22 +173,32 @@ class Engine:
             self._drop_next()
             raise self._no_room(admission.request)
         self._next = None
-        return admission.start(began)
+        return _begin(admission, began)
+
+    def _awaits_redis(self, admission: Admission) -> bool:
+        """Whether redis still brings blocks while others decode; with none to decode, wait for it here."""
+        left = admission.redis_until - self._clock()
+        if not admission.lease.pending or left <= 0:
+            return False
+        if self._running:
+            return True
+        self._store.wait(admission.lease, left)
+        return False
 
     def _admit(self, request: Request, chain: Chain, length: int) -> Sequence:
         """A sequence with room for ``length`` tokens, or PoolError."""
         began = self._clock()
         admission = self._open(request, chain, length)
+        self._store.wait(admission.lease, self._options.redis_seconds)
         if not admission.gather():
             admission.close()
             raise self._no_room(request)
-        return admission.start(began)
+        return _begin(admission, began)
 
     def _open(self, request: Request, chain: Chain, length: int) -> Admission:
-        """Lease what is cached, and wait for redis to bring its part."""
+        """Lease what is cached; redis begins to bring its part."""
         lease = self._store.acquire(request.request_id, chain, owner=self._options.owner)
-        self._store.wait(lease, self._options.redis_seconds)
-        return Admission(self._store, request, lease, length)
+        return Admission(self._store, request, lease, length, self._clock() + self._options.redis_seconds)
 
     def _drop_next(self) -> None:
         assert self._next is not None
@@ -280,6 +290,15 @@ class Engine:
                 f"{len(request.tokens)} prompt tokens and {new} new ones need {needed} blocks, expected at "
                 f"most {room}, the device pool's; raise device_bytes to at least {least}"
             )
+
+
+def _begin(admission: Admission, now: float) -> Sequence:
+    """Start an admission that has its room; an error gives everything back."""
+    try:
+        return admission.start(now)
+    except BaseException:
+        admission.close()
+        raise
 
 
 def _length(request: Request) -> int:

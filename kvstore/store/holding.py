@@ -128,7 +128,7 @@ class Holding:
         hits = sum(len(part.slots) for part in segments if part.source is tier.name)
         slots, now = slots_in(segments, tier.name), self._clock()
         reuse = tier.pool.touch(space, Touch(lease.chain.hashes, slots, hits, now, lease.hints))
-        if hits:
+        if len(slots):
             namespace, size = space.namespace, space.payload_bytes
             self._parts.bus.emit(BlocksReused(now, tier.name, namespace, reuse.gaps, reuse.first_reads, size))
 
@@ -139,7 +139,8 @@ class Holding:
         if used < lease.blocks:
             misses[MissCause.STALE] = (lease.blocks - used) * size
         if lease.blocks < len(chain):
-            cause = lease.cause or MissCause.UNKNOWN
+            # Who ends a lease while redis is still at it has given up waiting.
+            cause = MissCause.TIMEOUT if lease.pending else lease.cause or MissCause.UNKNOWN
             misses[cause] = misses.get(cause, 0) + (len(chain) - lease.blocks) * size
         tail = chain.prompt_tokens - len(chain) * size
         if tail:

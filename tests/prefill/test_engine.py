@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hashing import Root
-from kvstore.block import WHOLE, TierName
+from kvstore.block import WHOLE, MissCause, TierName
 from kvstore.config import Config
 from kvstore.events import RequestSettled
 from kvstore.spec import NamespaceSpec
@@ -180,14 +181,17 @@ def test_a_step_without_work_does_nothing(loaded: LoadedModel) -> None:
         assert worker.engine.run([]) == []
 
 
-def engine_over(rig: Rig, loaded: LoadedModel, root: Root) -> Engine:
+REDIS_SECONDS = 0.3
+
+
+def engine_over(
+    rig: Rig, loaded: LoadedModel, root: Root, clock: Callable[[], float] = time.monotonic
+) -> Engine:
     """An engine that hardly waits for redis."""
     assert rig.device is not None
     memory = KVMemory(rig.device.tensor, loaded.spec, BLOCK_SIZE)
-    options = EngineOptions(redis_seconds=0.3)
-    return Engine(
-        Runner(loaded.model, memory), memory, rig.store, root, clock=time.monotonic, options=options
-    )
+    options = EngineOptions(redis_seconds=REDIS_SECONDS)
+    return Engine(Runner(loaded.model, memory), memory, rig.store, root, clock=clock, options=options)
 
 
 def test_blocks_that_come_too_late_are_no_hits(loaded: LoadedModel) -> None:
@@ -215,6 +219,30 @@ def test_blocks_that_come_too_late_are_no_hits(loaded: LoadedModel) -> None:
     assert (result.tokens, result.cached, result.computed_tokens) == (expected, {}, 100)
     assert event.hit_tokens == {}
     assert sum(event.miss_tokens.values()) == event.asked_tokens == 100
+
+
+def test_a_stalled_redis_holds_up_nobody_who_decodes(loaded: LoadedModel) -> None:
+    """Who waits for redis waits alone; and when the time is up, without redis."""
+    spec = NamespaceSpec(namespace_of(loaded.spec, Config(block_size=BLOCK_SIZE)))
+    clock, held = FakeClock(), HeldTier(DictTier())
+    with one_thread(), make_rig(clock, [(spec, (WHOLE,))], rig_options(held)) as rig:
+        engine = engine_over(rig, loaded, spec.root, clock)
+        running = request_of("running", prompt_of(9, seed=1), new=30)
+        engine.submit(running)
+        engine.step()  # too short for a block: redis is not asked
+        engine.submit(request_of("waiting", prompt_of(100), new=1))
+        for _ in range(5):
+            assert engine.step() == []
+        assert held.calls == {"match": 1}, "the other is still being looked up"
+        clock.advance(REDIS_SECONDS + 1)
+        [waited] = engine.step()
+        assert (waited.request_id, waited.cached) == ("waiting", {})
+        assert len(work_off(engine)["running"].tokens) == 30
+        held.open()
+        rig.settle()
+        rig.store.check()
+        [event] = [each for each in rig.events.of(RequestSettled) if each.asked_tokens == 100]
+    assert event.miss_tokens == {MissCause.TIMEOUT: 96, MissCause.TAIL: 4}
 
 
 def rig_options(redis: Tier) -> RigOptions:
