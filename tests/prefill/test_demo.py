@@ -157,7 +157,8 @@ def test_without_redis_there_is_one_warning_and_the_demo_goes_on(model_folder: P
     assert report["identical"] is True
     assert report["hit_tokens"]["redis"] == report["corrupt_misses"] == 0
     assert report["hit_tokens"]["device"] > 0
-    assert len(report["requests"]) == REQUESTS - 1, "without a block to damage that part is left out"
+    assert len(report["requests"]) == REQUESTS - 1
+    assert report["left_out"] == ["byte flipped"], "without a block to damage"
 
 
 @pytest.mark.slow

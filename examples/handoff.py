@@ -1,0 +1,66 @@
+"""A model over three tiers: one worker prefills a prompt, another takes it over through Redis.
+
+Run it with ``.venv/bin/python examples/handoff.py`` after ``make demo`` has installed what it needs.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.config import Config
+from kvstore.tiers.redis_embedded import EmbeddedRedis
+from prefill.assemble import Worker, build_worker, load_configured
+from prefill.handoff import Handoff
+from prefill.request import Request, Result
+
+TEXT = "A prefix cache keeps what a model has computed of a prompt, so that nobody computes it twice. " * 40
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, EmbeddedRedis.start() as redis:
+        settings = {"redis_url": redis.url, "redis_acquire_seconds": 10.0}
+        config = Config(pool_path=Path(folder) / "first", **settings)
+        loaded = load_configured(None, config, Path.home() / ".cache" / "prefix-kvstore")
+        assert loaded.tokenizer is not None
+        tokens = np.array(loaded.tokenizer(TEXT)["input_ids"], dtype=np.uint32)
+
+        def request(name: str) -> Request:
+            return Request(name, tokens, max_new_tokens=12, arrived=time.monotonic())
+
+        first = build_worker(loaded, config, clock=time.monotonic)
+        second = build_worker(
+            loaded, Config(pool_path=Path(folder) / "second", **settings), clock=time.monotonic
+        )
+        for name in ("cold", "warm"):
+            tell(name, first, request(name))
+
+        message = first.engine.prefill(request("handed over")).to_bytes()
+        first.store.drain(30.0)  # whole blocks go through Redis, the unfinished tail in the message
+        second.engine.resume(Handoff.from_bytes(message))
+        first.engine.acknowledge("handed over")
+        [result] = finish(second)
+        print(f"handed over: {len(message)} bytes, {result.computed_tokens} prompt tokens computed again")
+        print(loaded.tokenizer.decode(result.tokens))
+        first.close()
+        second.close()
+
+
+def tell(name: str, worker: Worker, request: Request) -> None:
+    [result] = worker.engine.run([request])
+    milliseconds = result.ttft_seconds * 1000
+    print(
+        f"{name}: {result.cached_tokens} of {result.prompt_tokens} tokens cached, TTFT {milliseconds:.0f} ms"
+    )
+
+
+def finish(worker: Worker) -> list[Result]:
+    results: list[Result] = []
+    while not worker.engine.idle:
+        results += worker.engine.step()
+    return results
+
+
+if __name__ == "__main__":
+    main()
