@@ -138,7 +138,7 @@ def _wire(
         write_seconds=config.write_seconds,
         probe_seconds=config.redis_probe_seconds,
         queue_bytes=config.redis_queue_bytes,
-        threads=config.redis_connections,
+        threads=config.redis_connections + 1,
     )
     store = TieredStore(tiers, clock=clock, options=options, listeners=listeners)
     store.register(spec)

@@ -92,8 +92,8 @@ class Demotions:
         """Copy what waits for the host, and keep the workers busy with what waits for redis."""
         while self._to_host:
             self._copy_down(self._to_host.popleft())
-        # One thread is left to those who wait for blocks.
-        while self._to_redis and len(self._sending) < max(1, self._options.threads - 1):
+        # One thread is for questions, and one is left to those who wait for blocks.
+        while self._to_redis and len(self._sending) < max(1, self._options.threads - 2):
             self._send(self._to_redis.popleft())
 
     def _source(self) -> MemoryTier:

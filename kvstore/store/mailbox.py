@@ -20,8 +20,11 @@ class Mailbox:
     """
 
     def __init__(self, threads: int, wake: Callable[[], None] | None = None) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-io")
-        self._questions = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ask")
+        self._executor = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kvstore-io")
+        # A single thread does everything in one order.
+        self._questions = (
+            ThreadPoolExecutor(1, thread_name_prefix="kvstore-ask") if threads > 1 else self._executor
+        )
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = wake
         self._closed = False

@@ -21,5 +21,6 @@ class StoreOptions:
     """Payload bytes of one batch."""
     queue_bytes: int = 256 << 20
     """Payload bytes waiting for a lower tier; what exceeds it is dropped, tails first."""
-    threads: int = 2
-    """Threads for redis, one a connection."""
+    threads: int = 3
+    """Threads for redis. Where there are several, one is for questions, so that they do not wait behind
+    payloads, and one of the others is left to those who wait for blocks."""

@@ -148,7 +148,7 @@ class SlowFirstLoad(HeldTier):
 def test_what_comes_before_its_turn_is_kept_for_it(redis: DictTier) -> None:
     """Nobody can lease a tail whose head is still on its way, so the flight itself holds it."""
     slow = SlowFirstLoad(redis)
-    options = RigOptions(1, 0, 16 << 10, redis=slow, store=StoreOptions(batch_bytes=2048, threads=2))
+    options = RigOptions(1, 0, 16 << 10, redis=slow, store=StoreOptions(batch_bytes=2048, threads=3))
     with make_rig(FakeClock(), [(SPEC, (WHOLE,))], options) as rig:
         lease = rig.store.acquire("r", make_chain(SPEC, "abcdef"))
         tail = make_chain(SPEC, "abcdef").rows(WHOLE, 2)

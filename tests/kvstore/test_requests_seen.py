@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore.block import WHOLE, Chain, MissCause, SlotArray
+from kvstore.block import WHOLE, BlockRows, Chain, MissCause, SlotArray
 from kvstore.errors import LeaseError
 from kvstore.events import BlocksRemoved, BlocksReused, BlocksStored, Event, RequestSettled
 from kvstore.evict.base import Evictor, Occupancy, Touch
 from kvstore.evict.lru import LRU
 from kvstore.hints import Hints
 from kvstore.store import StoreOptions, TieredStore, Tiers
+from kvstore.tiers.base import Payload, SaveOutcome
 from kvstore.tiers.host import HostTier
 from tests.support.dict_tier import DictTier
 from tests.support.stores import (
@@ -52,11 +54,11 @@ class Watched(LRU):
 class Bench:
     """A store with one host extent, a dictionary for redis, and a policy that remembers."""
 
-    def __init__(self, folder: str, *listeners: Recorder) -> None:
+    def __init__(self, folder: str, *listeners: Recorder, redis: DictTier | None = None) -> None:
         self.clock = FakeClock()
         self.policies: list[Watched] = []
         self.events = Recorder()
-        self.redis = DictTier()
+        self.redis = redis or DictTier()
         host = HostTier(
             Path(folder) / "pool",
             pool_bytes=EXTENT_BYTES,
@@ -234,6 +236,40 @@ def test_a_listener_that_raises_stops_nothing(tmp_path: Path, caplog: pytest.Log
     bench.store.check()
     assert len(bench.events.events) == len(broken.events), "who comes after it hears everything"
     assert "a listener failed on BlocksStored" in caplog.text
+    bench.store.close()
+
+
+class SlowSaves(DictTier):
+    """Saves take as long as the test wants; everything else is quick."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def save(
+        self, rows: BlockRows, payloads: Sequence[Payload], checksums: Sequence[int], deadline: float
+    ) -> list[SaveOutcome]:
+        self.go_on.wait(20)
+        return super().save(rows, payloads, checksums, deadline)
+
+
+def test_nobody_waits_for_blocks_behind_blocks_that_are_sent(tmp_path: Path) -> None:
+    slow = SlowSaves()
+    bench = Bench(str(tmp_path), redis=slow)
+    slow.go_on.set()
+    bench.write(make_chain(SPEC, "abc"))
+    bench.forget()
+    slow.go_on.clear()
+    for letters in ("stu", "vwx", "yz"):
+        with bench.store.write(make_chain(SPEC, letters)) as write:
+            fill(write)
+    bench.store.pump()
+    lease = bench.store.acquire("r", make_chain(SPEC, "abc"))
+    bench.store.wait(lease, 5.0)
+    assert (lease.blocks, lease.pending) == (3, 0)
+    bench.store.release(lease)
+    slow.go_on.set()
+    assert bench.store.drain(10.0)
     bench.store.close()
 
 
