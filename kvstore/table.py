@@ -76,10 +76,6 @@ def pack_shard(shard: Shard) -> int:
     return sum(part << (16 * place) for place, part in enumerate(shard))
 
 
-def unpack_shard(word: int) -> Shard:
-    return Shard(*((word >> (16 * place)) & 0xFFFF for place in range(4)))
-
-
 def hash_words(packed: bytes) -> Uint64Array:
     """Packed 16-byte hashes as (n, 2) words, the form in which columns are compared."""
     return np.frombuffer(packed, dtype="<u8").reshape(-1, WORDS_PER_HASH)

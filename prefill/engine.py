@@ -59,7 +59,7 @@ class Engine:
         self._options = options
         self._waiting: deque[Request] = deque()
         self._next: Admission | None = None
-        """The oldest request that waits, when it lacks nothing but room."""
+        """The oldest request that waits, once it is leased: it lacks room, or what redis is bringing."""
         self._running: dict[str, Sequence] = {}
         self._handed: dict[str, Sequence] = {}
 

@@ -49,6 +49,20 @@ def folder() -> Iterator[Path]:
         yield made
 
 
+FILL = """
+store = TieredStore(Tiers(host), clock=lambda: 1.0)
+spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
+store.register(spec)
+for number in range(20):
+    with store.write(Chain.of(spec.root, np.arange(number * 100, number * 100 + 80))) as write:
+        assert write.status == [BlockStatus.YOURS] * 20, write.status
+        for payload in write.payloads:
+            payload[:] = number
+store.check()
+"""
+"""Writes twenty prompts into the host tier ``host``: none may fail, however little room there is."""
+
+
 class Reader:
     """What the file says to somebody who knows only its layout."""
 
@@ -218,17 +232,8 @@ limit = path.stat().st_size - 5 * (1 << 16)
 import os
 os.truncate(path, limit)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-store = TieredStore(Tiers(host), clock=lambda: 1.0)
-spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
-store.register(spec)
-for number in range(20):
-    with store.write(Chain.of(spec.root, np.arange(number * 100, number * 100 + 80))) as write:
-        assert write.status == [BlockStatus.YOURS] * 20, write.status
-        for payload in write.payloads:
-            payload[:] = number
-store.check()
-print(host.pool.usage().reserved)
 """
+        script += FILL + "print(host.pool.usage().reserved)"
         assert run(script, folder / "pool") == str(3 * EXTENT_BYTES)
 
     def test_memory_that_cannot_be_mapped_is_given_back(self, folder: Path) -> None:
@@ -242,17 +247,8 @@ from kvstore.spec import NamespaceSpec
 hole = host.file.data.ctypes.data + 2 * (1 << 16) + 4096
 assert ctypes.CDLL(None).munmap(ctypes.c_void_p(hole), ctypes.c_size_t(4096)) == 0
 before = path.stat().st_blocks * 512
-store = TieredStore(Tiers(host), clock=lambda: 1.0)
-spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
-store.register(spec)
-for number in range(20):
-    with store.write(Chain.of(spec.root, np.arange(number * 100, number * 100 + 80))) as write:
-        assert write.status == [BlockStatus.YOURS] * 20, write.status
-        for payload in write.payloads:
-            payload[:] = number
-store.check()
-print(host.pool.usage().reserved, path.stat().st_blocks * 512 - before)
 """
+        script += FILL + "print(host.pool.usage().reserved, path.stat().st_blocks * 512 - before)"
         reserved, allocated = run(script, folder / "pool").split()
         assert int(reserved) == 2 * EXTENT_BYTES
         assert int(allocated) - int(reserved) <= 4096, "only the hole itself may stay allocated"

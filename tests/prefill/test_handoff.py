@@ -333,3 +333,29 @@ def test_without_reuse_there_is_nothing_to_hand_over(decode_side: Worker) -> Non
     with pytest.raises(RequestError, match="has reuse=False, expected True"):
         decode_side.engine.prefill(request_of("r", prompt_of(34), reuse=False))
     assert_quiet(decode_side)
+
+
+def test_the_bytes_are_what_they_were() -> None:
+    """Two releases of one version read each other: docs/wire-format.md, "Handoff"."""
+    handoff = Handoff(
+        "r",
+        bytes(range(16)),
+        bytes([1, 0, 0, 0, 2, 0, 0, 0]),
+        b"",
+        b"tail",
+        [7],
+        3,
+        Extras(b"salt", (ContentItem(b"\x05" * 32, 1, 2),), (None,)),
+    )
+    assert handoff.to_bytes().hex() == GOLDEN
+    assert Handoff.from_bytes(bytes.fromhex(GOLDEN)) == handoff
+
+
+GOLDEN = (
+    "9065aaefe6897bb0"  # xxh3_64 of what follows, big-endian
+    "89a776657273696f6e01aa726571756573745f6964a172a96e616d657370616365c410000102030405060708090a0b0c0d0e0f"
+    "a6746f6b656e73c4080100000002000000a6686173686573c400a47461696cc4047461696ca66f75747075749107"
+    "ae6d61785f6e65775f746f6b656e7303a665787472617383ac726571756573745f73616c74c40473616c74"
+    "a56974656d739183a6646967657374c4200505050505050505050505050505050505050505050505050505050505050505"
+    "a5737461727401a66c656e67746802aa656d62656464696e677391c0"
+)
