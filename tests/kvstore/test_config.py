@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from kvstore.address import Address, parse_address
 from kvstore.config import Config, Source, load_config, mask_url
 from kvstore.errors import ConfigError
 
@@ -126,6 +127,23 @@ def test_redis_urls(url: str, stored: str | None) -> None:
         ("KVSTORE_REDIS_URL", "redis://127.0.0.1:99999", "expected redis://"),
         ("KVSTORE_REDIS_URL", "redis://[::1", "expected redis://"),
         ("KVSTORE_HASH_ALGORITHM", "md5", "expected 'xxh3_128' or 'sha256'"),
+        ("KVSTORE_LISTEN", "", "expected unix:/absolute/path, host:port, or :port"),
+        ("KVSTORE_LISTEN", "unix:kv.sock", "expected an absolute path of at most 107 bytes after unix:"),
+        ("KVSTORE_LISTEN", f"unix:/{'x' * 107}", "at most 107 bytes"),
+        ("KVSTORE_LISTEN", "127.0.0.1", "expected unix:/absolute/path, host:port"),
+        ("KVSTORE_LISTEN", "127.0.0.1:65536", "expected unix:/absolute/path, host:port"),
+        ("KVSTORE_LISTEN", "http://127.0.0.1:80", "expected unix:/absolute/path, host:port"),
+        ("KVSTORE_LISTEN", "[127.0.0.1]:80", "is no IPv6 address"),
+        ("KVSTORE_LISTEN", "::1:80", "expected unix:/absolute/path, host:port"),
+        ("KVSTORE_LISTEN", ":80, 127.0.0.1:80", "leave one 127.0.0.1:80 out"),
+        ("KVSTORE_HTTP_LISTEN", "unix:/run/kv.sock", "expected host:port, :port"),
+        ("KVSTORE_HTTP_LISTEN", "9470", "expected unix:/absolute/path, host:port"),
+        ("KVSTORE_TLS_CERT", "", "expected the path of a file, or none"),
+        ("KVSTORE_CLIENT_LEASES", "0", "greater than or equal to 1"),
+        ("KVSTORE_CLIENT_STREAMS", "many", "valid integer"),
+        ("KVSTORE_CLIENT_STAGED_BYTES", "0", "expected a size above zero"),
+        ("KVSTORE_DRAIN_SECONDS", "0", "expected a duration above zero"),
+        ("KVSTORE_LOG_LEVEL", "loud", "expected 'debug', 'info', 'warning' or 'error'"),
     ],
 )
 def test_a_bad_value_is_named_with_what_was_expected(variable: str, value: str, expected: str) -> None:
@@ -170,11 +188,57 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(tmp_path: Path) -> Non
     [
         ({"pool_bytes": "32MiB"}, ["pool_bytes = 32 MiB", "extent_bytes = 64 MiB"]),
         ({"redis_probe_seconds": 1}, ["redis_probe_seconds = 1", "redis_acquire_seconds = 0.5"]),
+        ({"tls_cert": "a.pem"}, ["tls_cert is set without tls_key", "set tls_key too"]),
+        ({"tls_key": "a.pem"}, ["tls_key is set without tls_cert"]),
+        ({"tls_client_ca": "a.pem"}, ["tls_client_ca is set without tls_cert and tls_key"]),
     ],
 )
 def test_values_that_contradict_each_other(overrides: dict[str, object], named: list[str]) -> None:
     message = load_error(overrides=overrides)
     assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("unix:/run/kv.sock", [Address(path=Path("/run/kv.sock"))]),
+        (":0, :0", [Address(host="127.0.0.1"), Address(host="127.0.0.1")]),
+        ("localhost:9471,[::1]:9471", [Address(host="localhost", port=9471), Address(host="::1", port=9471)]),
+    ],
+)
+def test_addresses(text: str, addresses: list[Address]) -> None:
+    config = load_environ(KVSTORE_LISTEN=text)
+    assert list(config.listen) == addresses
+    assert load_environ(KVSTORE_LISTEN=",".join(map(str, addresses))) == config
+
+
+def test_an_address_is_shown_as_it_is_given() -> None:
+    loaded = load_config(environ={"KVSTORE_LISTEN": "unix:/a,[::1]:7"}, overrides={"http_listen": "none"})
+    shown = {row.field: row.value for row in loaded.describe()}
+    assert (shown["listen"], shown["http_listen"]) == ("unix:/a,[::1]:7", "none")
+
+
+@pytest.mark.parametrize("text", ["unix:/a", "127.0.0.1:1", "127.8.8.8:1", "[::1]:1", "localhost:1"])
+def test_an_address_of_this_machine_needs_neither_tenants_nor_tls(text: str) -> None:
+    assert load_environ(KVSTORE_LISTEN=text).listen == (parse_address(text),)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "10.0.0.7:1", "cache.example:1"])
+def test_an_address_that_others_reach_needs_tenants_and_tls(text: str) -> None:
+    """Without tenants everybody may do everything, and without TLS tokens can be read on the way."""
+    needed: dict[str, object] = {"tenants_file": "t.toml", "tls_cert": "c.pem", "tls_key": "k.pem"}
+    assert load_config(environ={"KVSTORE_LISTEN": text}, overrides=needed).config.tenants_file == Path(
+        "t.toml"
+    )
+    for left_out, missing in (
+        (["tenants_file"], "there is no tenants_file: set"),
+        (["tls_cert", "tls_key"], "there is no tls_cert: set"),
+        (list(needed), "there is no tenants_file and no tls_cert: set"),
+    ):
+        given = {name: value for name, value in needed.items() if name not in left_out}
+        message = load_error(environ={"KVSTORE_LISTEN": f"unix:/a,{text}"}, overrides=given)
+        assert message.startswith(f"listen = {text} may be reached from other machines")
+        assert missing in message
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -6,122 +6,25 @@ pegainfer #953, production-stack #818).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from kvstore.block import WHOLE, Chain, MissCause, TierName
-from kvstore.events import BytesMoved, RequestSettled
-from kvstore.metrics import MODELS_MAX, OTHER_MODELS, Metrics, PoolGauges
-from kvstore.spec import NamespaceSpec
-from kvstore.store import TieredStore, Tiers
-from tests.support.dict_tier import DictTier
-from tests.support.stores import (
-    EXTENT_BYTES,
-    PAYLOAD_BYTES,
-    FakeClock,
-    Recorder,
-    Rig,
-    make_chain,
-    make_host,
-    make_spec,
-    pool_folder,
+from kvstore.block import MissCause, TierName
+from kvstore.events import BlocksReused, BytesMoved, RequestSettled
+from kvstore.metric_table import MODELS_MAX, OTHER
+from kvstore.metrics import Metrics
+from tests.support.counted_store import (
+    Samples,
+    ask,
+    counted_store,
+    forget_in_memory,
+    run_script,
+    samples_of,
+    unread_in,
 )
-
-Samples = dict[str, float]
-
-
-def samples_of(registry: CollectorRegistry) -> Samples:
-    """What is not zero, by name and labels in PromQL's form; without times and buckets."""
-    skipped = ("_created", "_bucket", "_sum")
-    found: Samples = {}
-    for family in registry.collect():
-        for sample in family.samples:
-            labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
-            if sample.value and not sample.name.endswith(skipped):
-                found[f"{sample.name}{{{labels}}}"] = sample.value
-    return found
-
-
-@dataclass
-class Counted:
-    """A store over a redis that a test may look into, and what its listener has counted."""
-
-    rig: Rig
-    redis: DictTier
-    registry: CollectorRegistry
-    clock: FakeClock
-
-
-@contextmanager
-def counted_store(spec: NamespaceSpec) -> Iterator[Counted]:
-    """A store whose listener counts into a registry of its own, with gauges of its pools."""
-    clock, registry, woken, redis = FakeClock(), CollectorRegistry(), threading.Semaphore(0), DictTier()
-    metrics = Metrics(registry, {spec.root.digest: spec.namespace.model}.__getitem__)
-    with pool_folder() as folder:
-        host = make_host(folder, clock)
-        store = TieredStore(Tiers(host, None, redis), clock=clock, listeners=(metrics,), wake=woken.release)
-        store.register(spec)
-        registry.register(PoolGauges(store.usage, lambda: store.leases))
-        try:
-            yield Counted(Rig(store, host, None, Recorder(), woken), redis, registry, clock)
-        finally:
-            store.close()
-
-
-def run_script(counted: Counted, spec: NamespaceSpec) -> None:
-    """Every way in which a request, a block or a write ends: ``GOLDEN`` has the sums, term by term."""
-    store = counted.rig.store
-    counted.rig.write(make_chain(spec, "abcdef", tail=2))
-    counted.rig.settle()
-    ask(counted, make_chain(spec, "abcdef", tail=2))
-    ask(counted, make_chain(spec, "abcxyz"))
-    ask(counted, make_chain(spec, "uvw", tail=1))
-    ask(counted, make_chain(spec, "abcdef"), used_blocks=4)
-    ask(counted, make_chain(spec, "", tail=3))
-    store.lookup(make_chain(spec, "abcdef", tail=2))
-    forget_in_memory(counted)
-    ask(counted, make_chain(spec, "abcdef"))
-    forget_in_memory(counted)
-    flip_byte_in_redis(counted, make_chain(spec, "abcd"))
-    ask(counted, make_chain(spec, "abcdef"))
-    silent = store.write(make_chain(spec, "gh"))
-    counted.clock.advance(31.0)
-    store.tick()
-    silent.abort()
-
-
-def ask(counted: Counted, chain: Chain, used_blocks: int | None = None) -> None:
-    """A request from acquire to release; what it does twice counts once."""
-    store = counted.rig.store
-    lease = store.acquire("r", chain)
-    assert store.acquire("r", chain) is lease
-    store.wait(lease, 10.0)
-    store.release(lease, used_blocks)
-    store.release(lease)
-    counted.rig.settle()
-
-
-def forget_in_memory(counted: Counted) -> None:
-    """Only redis keeps what was stored."""
-    pool = counted.rig.host.pool
-    [slot_class] = pool.extents.classes()
-    pool.evict(slot_class, pool.extents.slots)
-    counted.rig.store.pump()
-
-
-def flip_byte_in_redis(counted: Counted, chain: Chain) -> None:
-    """Damage the last block of a chain."""
-    last = chain.rows(WHOLE).hash_at(len(chain) - 1)
-    [key] = [key for key in counted.redis.values if key[2] == last]
-    value = counted.redis.values[key]
-    counted.redis.values[key] = value._replace(payload=bytes([value.payload[0] ^ 1]) + value.payload[1:])
-
+from tests.support.stores import EXTENT_BYTES, PAYLOAD_BYTES, make_chain, make_spec
 
 GOLDEN: Samples = {
     'kvstore_asked_tokens_total{model="tiny"}': 26 + 24 + 13 + 24 + 3 + 24 + 24,
@@ -150,6 +53,10 @@ GOLDEN: Samples = {
     'kvstore_block_idle_before_evict_seconds_count{tier="host"}': 6 + 6,
     'kvstore_pool_bytes{tier="host",state="ready"}': 5 * PAYLOAD_BYTES,
     'kvstore_pool_bytes{tier="host",state="free"}': EXTENT_BYTES - 5 * PAYLOAD_BYTES,
+    'kvstore_tier_healthy{tier="host"}': 1,
+    'kvstore_tier_healthy{tier="redis"}': 1,
+    # The two behind the damaged block, which no request could use.
+    'kvstore_unread_bytes{tier="host"}': 2 * PAYLOAD_BYTES,
 }
 
 
@@ -210,6 +117,35 @@ def test_gauges_are_the_stores_own_books() -> None:
         assert counted.registry.get_sample_value("kvstore_leases") == 0
 
 
+def test_unread_bytes_are_those_in_the_pools_books() -> None:
+    """After a write, first and second reads, an eviction of read and unread blocks, a return from redis."""
+    spec = make_spec("tiny")
+    with counted_store(spec) as counted:
+
+        def unread() -> float | None:
+            return counted.registry.get_sample_value("kvstore_unread_bytes", {"tier": "host"})
+
+        for act, expected in (
+            (lambda: counted.rig.write(make_chain(spec, "abcdef")), 6),
+            (lambda: ask(counted, make_chain(spec, "abcd"), used_blocks=1), 2),
+            (lambda: ask(counted, make_chain(spec, "abcdxy")), 2),
+            (lambda: counted.rig.write(make_chain(spec, "uv")), 4),
+            (lambda: forget_in_memory(counted), 0),
+            (lambda: ask(counted, make_chain(spec, "abcdef")), 0),
+        ):
+            act()
+            counted.rig.settle()
+            assert unread() == unread_in(counted.rig.host) == expected * PAYLOAD_BYTES
+
+
+def test_unread_bytes_go_on_from_what_was_there() -> None:
+    """A pool that was taken over holds blocks that no event told of."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, lambda _: "model", {TierName.HOST: 300})
+    metrics(BlocksReused(1.0, TierName.HOST, b"", np.zeros(0), 2, 100))
+    assert samples_of(registry) == {'kvstore_unread_bytes{tier="host"}': 100}
+
+
 @st.composite
 def settled_requests(draw: st.DrawFn) -> RequestSettled:
     """Any request that a store may report: hits and misses add up to what was asked."""
@@ -243,7 +179,7 @@ def test_hits_and_misses_add_up_to_what_was_asked(events: list[RequestSettled]) 
         hits, misses = total(registry, "kvstore_hit_tokens"), total(registry, "kvstore_miss_tokens")
         assert hits + misses == total(registry, "kvstore_asked_tokens")
     assert total(registry, "kvstore_asked_tokens") == sum(event.asked_tokens for event in events)
-    assert len(models_of(registry) - {OTHER_MODELS}) <= MODELS_MAX
+    assert len(models_of(registry) - {OTHER}) <= MODELS_MAX
 
 
 def test_models_past_the_limit_are_counted_together() -> None:
@@ -254,7 +190,7 @@ def test_models_past_the_limit_are_counted_together() -> None:
             metrics(RequestSettled(1.0, bytes([number]), 1, miss_tokens={MissCause.COLD: 1}))
     assert len(models_of(registry)) == MODELS_MAX + 1
     assert registry.get_sample_value("kvstore_asked_tokens_total", {"model": "model 0"}) == 2
-    assert registry.get_sample_value("kvstore_asked_tokens_total", {"model": OTHER_MODELS}) == 20
+    assert registry.get_sample_value("kvstore_asked_tokens_total", {"model": OTHER}) == 20
 
 
 def test_bytes_from_and_to_the_caller() -> None:

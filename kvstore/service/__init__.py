@@ -1,0 +1,1 @@
+"""The sidecar: the store over gRPC, and its client."""
