@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple, NewType
 
 import numpy as np
@@ -32,7 +32,7 @@ class TierName(StrEnum):
     REDIS = "redis"
 
 
-class Residency(Enum):
+class Residency(StrEnum):
     """Answer to "is this block here?": being written is neither yes nor no."""
 
     MISS = "miss"
@@ -120,7 +120,9 @@ class BlockRows:
         )
 
     def pick(self, blocks: NDArray[np.int64]) -> BlockRows:
-        """Copies of the rows of some blocks, in that order."""
+        """The rows of some blocks, in that order: copies, or these rows themselves where that is all."""
+        if len(blocks) == len(self) and np.array_equal(blocks, np.arange(len(self))):
+            return self
         return BlockRows(
             self.namespace,
             self.shard,
@@ -240,6 +242,17 @@ class Chain:
     @property
     def namespace(self) -> bytes:
         return self.root.digest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the chain keeps."""
+        arrays = [array.nbytes for array in (self.tokens, self.fingerprints) if array is not None]
+        return len(self.hashes) + sum(arrays)
+
+    @property
+    def known_by_tokens(self) -> bool:
+        """Whether blocks may be kept under this chain, and not only be found."""
+        return self.tokens is not None and self.fingerprints is not None
 
     def rows(self, shard: Shard, start: int = 0, stop: int | None = None) -> BlockRows:
         """Identities of blocks [start, stop) for one shard."""

@@ -1,42 +1,38 @@
-"""The command line of the store: reads arguments, wires everything, prints."""
+"""The command line of the store: reads arguments and the environment, wires everything, prints.
+
+What a command needs is imported by the command, so that ``kvstore --help`` and a completion load
+little.
+"""
 
 from __future__ import annotations
 
-import json
-import re
+import logging
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from kvstore.commands.groups import grouped
+from kvstore.commands.options import AsJson, ConfigOptions, PromptOptions, ServerOptions, Tiers
+from kvstore.commands.output import show
+from kvstore.config import Config, LoadedConfig, load_config
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.simulate import POLICIES, HitCounts, Watch, distinct_blocks, replay
-from kvstore.trace import Request, read_mooncake
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _messages = Console(stderr=True)
-_UNLIMITED = "unlimited"
-_CAPACITY = re.compile(r"(\d+)([km]?)")
-_SCALES = {"": 1, "k": 1_000, "m": 1_000_000}
-
-
-class Row(NamedTuple):
-    """What one policy hit at one capacity, in blocks (None: unlimited)."""
-
-    policy: str
-    capacity: int | None
-    hits: HitCounts
+_NOTHING = 1
+"""Exit status of a command that was answered, with nothing."""
 
 
 def main() -> None:
-    """Run the command line; an error is one message and status 2."""
+    """Run the command line; an error is one message and status 2, Ctrl-C status 130."""
     try:
         app()
     except KVStoreError as error:
@@ -46,7 +42,231 @@ def main() -> None:
 
 @app.callback()
 def _kvstore() -> None:
-    """A store of the KV cache of prompt prefixes."""
+    """A store of the KV cache of prompt prefixes: the server, and what to ask it.
+
+    Exit status: 0 done; 1 answered with nothing, as each command says; 2 an error, in one message on
+    stderr; 130 after Ctrl-C.
+    """
+
+
+@app.command()
+@grouped
+def serve(config: ConfigOptions, *, as_json: AsJson = False) -> None:
+    """Keep the store and serve it over gRPC until SIGTERM or Ctrl-C, then drain and end.
+
+    Says where it listens once it serves: on stderr, or with --json on stdout as one object.
+    """
+    loaded = _load(config)
+    level = loaded.config.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from kvstore.commands.serving import announce, log_settings, redis_beside
+    from kvstore.serve import Clocks, run
+
+    log_settings(loaded)
+    with redis_beside(loaded) as settings:
+        run(settings, Clocks(time.monotonic, time.time), partial(announce, as_json=as_json))
+
+
+@app.command("config")
+@grouped
+def show_config(config: ConfigOptions, *, as_json: AsJson = False) -> None:
+    """Show the settings that hold, with the source of each. Secrets are masked."""
+    from kvstore.commands.settings import describe_config
+
+    show(describe_config(_load(config)), as_json=as_json)
+
+
+@app.command()
+@grouped
+def lookup(
+    prompt: PromptOptions,
+    server: ServerOptions,
+    *,
+    tier: Tiers = None,
+    max_blocks: Annotated[int, typer.Option(min=0, help="Look at no more than these; 0 is no limit")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """How much of a prompt is cached, and where.
+
+    Changes nothing. Exit status 1: nothing of it is cached.
+    """
+    from kvstore.commands.connect import connect
+    from kvstore.commands.lookup import look_up, parse_tiers
+    from kvstore.commands.prompt import read_prompt
+
+    query, tiers = read_prompt(prompt, _tokenizer), parse_tiers(tier)
+    with connect(server, _settings_of(server)) as operator:
+        matched_tokens, answer = look_up(operator, query, tiers, max_blocks)
+    show(answer, as_json=as_json)
+    sys.exit(0 if matched_tokens else _NOTHING)
+
+
+@app.command()
+@grouped
+def explain(
+    prompt: PromptOptions,
+    server: ServerOptions,
+    *,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TP.TP_SIZE.PP.PP_SIZE", help="Rank to look at, such as 0.2.0.1; default: the first one"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Block by block, where a prompt is or why it is not.
+
+    Changes nothing.
+    """
+    from kvstore.commands.connect import connect
+    from kvstore.commands.lookup import explain, parse_shard
+    from kvstore.commands.prompt import read_prompt
+
+    query, rank = read_prompt(prompt, _tokenizer), parse_shard(shard)
+    with connect(server, _settings_of(server)) as operator:
+        answer = explain(operator, query, rank)
+    show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
+def status(
+    server: ServerOptions,
+    *,
+    seconds: Annotated[
+        str | None, typer.Argument(metavar="SECONDS", help="With --watch: how often; 2 when left out")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again and again, until Ctrl-C; with --json one a line")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """How the server is: tiers, memory, leases, hits and misses.
+
+    Exit status 1: a tier is down.
+    """
+    if seconds is not None and not watch:
+        raise ConfigError(f"SECONDS is {seconds!r} without --watch; add it, or leave the number out")
+    from kvstore.commands.connect import connect, seconds_of
+    from kvstore.commands.status import answer_of, is_healthy, watch_status
+
+    every = seconds_of("SECONDS", seconds or "2s")
+    with connect(server, _settings_of(server)) as operator:
+        if watch:
+            watch_status(operator, every, time.sleep, as_json=as_json)
+            return
+        report = operator.status()
+    show(answer_of(report), as_json=as_json)
+    sys.exit(0 if is_healthy(report) else _NOTHING)
+
+
+@app.command()
+@grouped
+def namespaces(server: ServerOptions, *, as_json: AsJson = False) -> None:
+    """List what the server knows: model, KV format, tenant, resident blocks."""
+    from kvstore.commands.admin import list_namespaces
+    from kvstore.commands.connect import connect
+
+    with connect(server, _settings_of(server)) as operator:
+        answer = list_namespaces(operator)
+    show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
+def clear(
+    server: ServerOptions,
+    *,
+    namespace: Annotated[
+        str | None, typer.Option(metavar="HEX", help="Root of the one namespace to clear; default: all")
+    ] = None,
+    tier: Tiers = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Forget all blocks that nobody holds.
+
+    Asks first on a terminal, and needs --yes elsewhere. Exit status 1: the answer was no.
+    """
+    from kvstore.commands.admin import clear
+    from kvstore.commands.connect import connect
+    from kvstore.commands.lookup import parse_tiers
+    from kvstore.commands.prompt import parse_namespace
+
+    tiers, root = parse_tiers(tier), b"" if namespace is None else parse_namespace(namespace)
+    if not yes and not _agreed(f"namespace {namespace}" if namespace else "all namespaces"):
+        sys.exit(_NOTHING)
+    with connect(server, _settings_of(server)) as operator:
+        answer = clear(operator, root, tiers)
+    show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
+def pin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Names the pin, for unpin")],
+    prompt: PromptOptions,
+    server: ServerOptions,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Keep what is resident of a prompt until it is unpinned.
+
+    Exit status 1: nothing of it is resident.
+    """
+    from kvstore.commands.admin import pin
+    from kvstore.commands.connect import connect
+    from kvstore.commands.prompt import read_prompt
+
+    query = read_prompt(prompt, _tokenizer)
+    with connect(server, _settings_of(server)) as operator:
+        tokens, answer = pin(operator, name, query)
+    show(answer, as_json=as_json)
+    sys.exit(0 if tokens else _NOTHING)
+
+
+@app.command()
+@grouped
+def unpin(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin")],
+    server: ServerOptions,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Let go of what a pin keeps.
+
+    Exit status 1: there is no such pin.
+    """
+    from kvstore.commands.admin import unpin
+    from kvstore.commands.connect import connect
+
+    with connect(server, _settings_of(server)) as operator:
+        found, answer = unpin(operator, name)
+    show(answer, as_json=as_json)
+    sys.exit(0 if found else _NOTHING)
+
+
+@app.command()
+@grouped
+def prefetch(
+    prompt: PromptOptions,
+    server: ServerOptions,
+    *,
+    wait: Annotated[
+        str | None, typer.Option(help="How long to wait for the blocks, such as 5s; default: not at all")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a prompt's blocks from Redis into memory ahead of time."""
+    from kvstore.commands.admin import prefetch
+    from kvstore.commands.connect import connect, seconds_of
+    from kvstore.commands.prompt import read_prompt
+
+    query, seconds = read_prompt(prompt, _tokenizer), 0.0 if wait is None else seconds_of("--wait", wait)
+    with connect(server, _settings_of(server)) as operator:
+        answer = prefetch(operator, query, seconds)
+    show(answer, as_json=as_json)
 
 
 @app.command()
@@ -56,97 +276,49 @@ def simulate(
         typer.Argument(metavar="TRACE", help="Mooncake JSON lines, plain or gzipped; one trace"),
     ],
     *,
-    policy: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(POLICIES)}")] = "lru",
+    policy: Annotated[str, typer.Option(help="Comma-separated eviction policies, such as lru")] = "lru",
     capacity: Annotated[
         str, typer.Option(help="Comma-separated numbers of blocks, such as 500, 30k or unlimited")
     ] = "1k,3k,10k,30k,100k,unlimited",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, nothing else, on stdout")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay a trace and say what share of it would have been hit, for each policy and capacity."""
-    policies, capacities = _policies(policy), _capacities(capacity)
-    requests = read_mooncake(traces)
-    name = ", ".join(map(str, traces))
-    with _progress(len(requests) * len(policies) * len(capacities)) as watch:
-        rows = [
-            Row(policy, blocks, replay(requests, POLICIES[policy], blocks, watch))
-            for policy in policies
-            for blocks in capacities
-        ]
-    if as_json:
-        print(json.dumps({"trace": name, "results": [_as_json(row) for row in rows]}))
-    else:
-        Console().print(_as_table(name, requests, rows))
+    from kvstore.commands.simulate import simulate
+
+    show(simulate(traces, policy, capacity, _messages), as_json=as_json)
 
 
-def _policies(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in POLICIES:
-            raise ConfigError(f"--policy names {name!r}, expected {', '.join(POLICIES)}; correct the name")
-    return names
+def _load(options: ConfigOptions) -> LoadedConfig:
+    return load_config(toml_path=options.file, environ=os.environ, overrides=options.overrides)
 
 
-def _capacities(text: str) -> list[int | None]:
-    return [_capacity(part.strip().lower()) for part in text.split(",")]
+def _settings_of(server: ServerOptions) -> Callable[[], Config]:
+    """The settings of this machine's server, read when they are asked for."""
+
+    def load() -> Config:
+        return load_config(toml_path=server.config, environ=os.environ, overrides={}).config
+
+    return load
 
 
-def _capacity(text: str) -> int | None:
-    if text == _UNLIMITED:
-        return None
-    found = _CAPACITY.fullmatch(text)
-    blocks = int(found[1]) * _SCALES[found[2]] if found else 0
-    if blocks < 1:
+def _tokenizer(name: str) -> Callable[[str], list[int]]:
+    try:
+        from kvstore.commands.tokenizer import load_tokenizer
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
         raise ConfigError(
-            f"--capacity names {text!r}, expected a number of blocks above zero, such as 500, 30k or 1m, "
-            f"or {_UNLIMITED}; correct it"
-        )
-    return blocks
+            f"--tokenizer {name} needs transformers, which is not installed; `pip install transformers`, or "
+            "give token ids instead of text"
+        ) from error
+    return load_tokenizer(name)
 
 
-def _as_json(row: Row) -> dict[str, str | int | float | None]:
-    """Rates are fractions; the capacity is null where it is unlimited."""
-    return {
-        "policy": row.policy,
-        "capacity_blocks": row.capacity,
-        "hit_blocks": row.hits.block_rate,
-        "hit_tokens": row.hits.token_rate,
-        "hit_tokens_warm": row.hits.token_rate_warm,
-    }
-
-
-def _as_table(name: str, requests: Sequence[Request], rows: Sequence[Row]) -> Table:
-    counts = rows[0].hits
-    table = Table(
-        title=f"{escape(name)}: {counts.requests:,} requests, {counts.asked_blocks:,} blocks, "
-        f"{distinct_blocks(requests):,} of them distinct",
-        caption="Share of what was asked for, from a cold start; warm: the second half of the requests",
-    )
-    table.add_column("policy")
-    table.add_column("capacity, blocks", justify="right")
-    for title in ("hit blocks", "hit tokens", "hit tokens, warm"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        capacity = _UNLIMITED if row.capacity is None else f"{row.capacity:,}"
-        rates = (row.hits.block_rate, row.hits.token_rate, row.hits.token_rate_warm)
-        table.add_row(row.policy, capacity, *(f"{rate:.2%}" for rate in rates))
-    return table
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Watch]:
-    """A bar over all replays, on stderr where that is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    silent = not _messages.is_terminal
-    with Progress(*columns, console=_messages, transient=True, disable=silent) as progress:
-        task = progress.add_task("replaying", total=total)
-
-        def watch(requests: Sequence[Request]) -> Iterator[Request]:
-            for place, request in enumerate(requests, start=1):
-                yield request
-                if place % 256 == 0:
-                    progress.advance(task, 256)
-            progress.advance(task, len(requests) % 256)
-
-        yield watch
+def _agreed(what: str) -> bool:
+    """Whether the person at the terminal wants ``what`` cleared; ConfigError where there is none."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"clearing {what} needs --yes where nobody can be asked; add it")
+    # Not typer.confirm: it leaves a space on stdout, where --json promises one object and nothing else.
+    sys.stderr.write(f"Forget all blocks of {what} that nobody holds? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in {"y", "yes"}

@@ -33,12 +33,26 @@ EMBEDDED_REDIS = "embedded"
 
 _MASK = "***"
 _LIKENESS_MIN = 0.5
+_LISTED_MAX = 40
+
+
+# Whether each needs a host, and whether a path: that of a socket, or the name of a service.
+_REDIS_SCHEMES = {
+    "redis": (True, False),
+    "rediss": (True, False),
+    "unix": (False, True),
+    "redis+sentinel": (True, True),
+    "rediss+sentinel": (True, True),
+    "redis+cluster": (True, False),
+    "rediss+cluster": (True, False),
+}
 
 
 def _parse_redis_url(value: object) -> str | None:
     expected = (
-        "expected redis://, rediss:// or unix:// with a host or a socket path, "
-        f"such as redis://127.0.0.1:6379/0, or the word {EMBEDDED_REDIS} or none"
+        "expected redis://, rediss:// or unix:// with a host or a socket path, redis+sentinel:// with hosts "
+        "and the name of a service, or redis+cluster:// with hosts, such as redis://127.0.0.1:6379/0 or "
+        f"redis+cluster://a:6379,b:6379; or the word {EMBEDDED_REDIS} or none"
     )
     if value is None or value == "none":
         return None
@@ -48,11 +62,15 @@ def _parse_redis_url(value: object) -> str | None:
         raise ValueError(expected)
     try:
         parts = urlsplit(value)
-        place = parts.path if parts.scheme == "unix" else parts.hostname
-        _ = parts.port  # raises on a port that is no number below 65,536
-    except ValueError as error:
+        needs_host, needs_path = _REDIS_SCHEMES[parts.scheme]
+        hosts = [urlsplit(f"//{host}") for host in parts.netloc.rpartition("@")[2].split(",")]
+        _ = [host.port for host in hosts]  # raises on a port that is no number below 65,536
+    except (ValueError, KeyError) as error:
         raise ValueError(expected) from error
-    if parts.scheme not in {"redis", "rediss", "unix"} or not place:
+    missing = (needs_host and not all(host.hostname for host in hosts)) or (
+        needs_path and not parts.path.strip("/")
+    )
+    if missing or (len(hosts) > 1 and "+" not in parts.scheme):
         raise ValueError(expected)
     return value
 
@@ -122,7 +140,8 @@ class Config(BaseModel):
     """Block hash; sha256 where tenants do not trust each other."""
 
     redis_url: RedisUrl = Field(default=None, repr=False)
-    """Redis or Valkey of the redis tier; embedded starts a Valkey beside this process, none does without."""
+    """Redis or Valkey of the redis tier: one server, Sentinel or Cluster (docs/redis.md); embedded starts
+    a Valkey beside this process, none does without."""
 
     redis_prefix: KeyPrefix = "kv"
     """First part of every key in Redis; no spaces, and no braces: those mark a hash tag in Redis Cluster."""
@@ -326,7 +345,9 @@ def suggestion(given: str, names: Iterable[str]) -> str:
     nearest = max(names, key=likeness)
     if likeness(nearest) >= _LIKENESS_MIN:
         return f"did you mean {nearest}?"
-    return f"expected one of {', '.join(sorted(names))}"
+    listed = sorted(names)
+    more = f", and {len(listed) - _LISTED_MAX} more" if len(listed) > _LISTED_MAX else ""
+    return f"expected one of {', '.join(listed[:_LISTED_MAX])}{more}"
 
 
 def _read_toml(path: Path) -> dict[str, object]:

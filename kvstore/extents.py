@@ -36,7 +36,10 @@ class Memory(Protocol):
         """Back an extent with real memory; False when there is none to be had."""
 
     def table_buffer(self, extent: int, size: int) -> NDArray[np.uint8]:
-        """Zeroed or stale bytes for a table of a reserved extent, at the extent's start if inline."""
+        """Zeroed or stale bytes for a table of a reserved extent, at the extent's start if inline.
+
+        From here until ``assigned`` readers take the extent for one that is not laid out.
+        """
 
     def assigned(self, extent: Extent) -> None:
         """The extent was laid out anew; record it where readers look."""
@@ -45,9 +48,23 @@ class Memory(Protocol):
         """The number by which rows name a namespace, made at first use."""
 
 
+class Found(NamedTuple):
+    """An extent as an earlier owner of the memory left it, laid out."""
+
+    number: int
+    generation: int
+    slot_class: SlotClass
+    table: Table
+
+
 @dataclass(slots=True, eq=False)
 class Extent:
-    """One extent as it is laid out now. Slot ids are ``base`` … ``base + rows``."""
+    """One extent as it is laid out now. Slot ids are ``base`` … ``base + rows``.
+
+    ``free``, ``busy`` and ``pinned`` count its slots that are FREE, that are STAGED or QUARANTINED,
+    and that leases hold. ``last_used`` is when its blocks were last used, in the mean; None when that
+    has to be computed again.
+    """
 
     number: int
     generation: int
@@ -58,6 +75,18 @@ class Extent:
     """Byte offset in the tier of slot ``base``."""
     table: Table
     free: int
+    busy: int = 0
+    pinned: int = 0
+    last_used: float | None = None
+
+
+def first_generation(extent_generation: int) -> int:
+    """Generation of the slots of an extent that was just laid out.
+
+    Odd, and above every generation that a slot in this place has had: a reader who compares
+    generations cannot take another block for his, even when the extent changed hands and back.
+    """
+    return extent_generation << 32 | 1
 
 
 def extents_in(pool_bytes: int, extent_bytes: int) -> int:
@@ -103,7 +132,9 @@ class ExtentMap:
         self._classes: dict[SlotClass, list[Extent]] = {}
         self._unassigned: list[int] = []
         self._spans: dict[int, tuple[int, int]] = {}
+        self._generations: dict[int, int] = {}
         self._next_base = 0
+        self._next_number = 0
         self.reserved = 0
         self.extent_of = np.zeros(0, dtype=np.int32)
         self.state = np.zeros(0, dtype=np.uint8)
@@ -150,11 +181,29 @@ class ExtentMap:
 
     def reserve_next(self) -> bool:
         """Back one more extent with memory; False at the limit or when memory is refused."""
-        if self.reserved >= self._memory.extents or not self._memory.reserve(self.reserved):
+        number = self._skip_known()
+        if number >= self._memory.extents or not self._memory.reserve(number):
             return False
-        self._unassigned.append(self.reserved)
+        self._unassigned.append(number)
+        self._next_number += 1
         self.reserved += 1
         return True
+
+    def unreserved(self) -> list[int]:
+        """Numbers of the extents that ``reserve_next`` has yet to back with memory, in its order."""
+        numbers = range(self._skip_known(), self._memory.extents)
+        return [number for number in numbers if number not in self._by_number]
+
+    def take_over(self, found: Found) -> Extent:
+        """Make an extent of an earlier owner this one's, with its table as it is; all slots FREE here."""
+        data_offset = found.number * self._memory.extent_bytes + self.layout(found.slot_class)[1]
+        extent = self._enter(found, data_offset)
+        self.reserved += 1
+        return extent
+
+    def continue_from(self, number: int, generation: int) -> None:
+        """An earlier owner has laid the extent out so often; generations must not repeat."""
+        self._generations[number] = generation
 
     def assign(self, slot_class: SlotClass) -> bool:
         """Lay an unassigned extent out for a class; False when there is none."""
@@ -166,9 +215,7 @@ class ExtentMap:
                 f"a slot of {slot_class.slot_bytes} bytes does not fit an extent of "
                 f"{self._memory.extent_bytes} bytes; raise extent_bytes"
             )
-        number = self._unassigned.pop()
-        previous = self._by_number.get(number)
-        self._lay_out(number, slot_class, rows, data_start, previous)
+        self._lay_out(self._unassigned.pop(), slot_class, rows, data_start)
         return True
 
     def retire(self, extent: Extent) -> None:
@@ -193,12 +240,18 @@ class ExtentMap:
         """Cut slots where the extent changes."""
         if not len(slots):
             return
+        first, last = int(slots[0]), int(slots[-1])
+        extent = self.containing(first)
+        if last < extent.base + extent.rows and _consecutive(slots):
+            # One run in one extent, as most prompts are.
+            yield Group(extent, slice(0, len(slots)), slice(first - extent.base, last + 1 - extent.base))
+            return
         numbers = self.extent_of[slots]
         cuts = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
         start = 0
         for stop in [*cuts.tolist(), len(slots)]:
             extent = self._by_number[int(numbers[start])]
-            yield Group(extent, slice(start, stop), _as_rows(slots[start:stop] - extent.base))
+            yield Group(extent, slice(start, stop), as_rows(slots[start:stop] - extent.base))
             start = stop
 
     def offsets(self, slots: SlotArray) -> NDArray[np.int64]:
@@ -209,32 +262,44 @@ class ExtentMap:
             result[positions] = extent.data_offset + rows * extent.slot_class.slot_bytes
         return result
 
-    def _lay_out(
-        self, number: int, slot_class: SlotClass, rows: int, data_start: int, previous: Extent | None
-    ) -> None:
+    def _lay_out(self, number: int, slot_class: SlotClass, rows: int, data_start: int) -> None:
         table = Table(
             self._memory.table_buffer(number, table_bytes(rows, slot_class.block_size)),
             rows,
             slot_class.block_size,
         )
+        generation = self._generations.get(number, 0) + 1
+        table.generation[:] = first_generation(generation)
         table.state[:] = SlotState.FREE
         table.lease_until[:] = 0
-        table.generation[:] = 1
+        found = Found(number, generation, slot_class, table)
+        self._memory.assigned(self._enter(found, number * self._memory.extent_bytes + data_start))
+
+    def _enter(self, found: Found, data_offset: int) -> Extent:
+        """Keep an extent under the slot ids that it gets; all of its slots are FREE."""
+        rows = found.table.rows
         extent = Extent(
-            number=number,
-            generation=previous.generation + 1 if previous else 1,
-            slot_class=slot_class,
+            number=found.number,
+            generation=found.generation,
+            slot_class=found.slot_class,
             rows=rows,
-            base=self._base_for(number, rows),
-            data_offset=number * self._memory.extent_bytes + data_start,
-            table=table,
+            base=self._base_for(found.number, rows),
+            data_offset=data_offset,
+            table=found.table,
             free=rows,
         )
-        self.extent_of[extent.base : extent.base + rows] = number
+        self.extent_of[extent.base : extent.base + rows] = found.number
         self.state[extent.base : extent.base + rows] = SlotState.FREE
-        self._by_number[number] = extent
-        self._classes.setdefault(slot_class, []).append(extent)
-        self._memory.assigned(extent)
+        self._by_number[found.number] = extent
+        self._generations[found.number] = found.generation
+        self._classes.setdefault(found.slot_class, []).append(extent)
+        return extent
+
+    def _skip_known(self) -> int:
+        """The next number to reserve, past those that were taken over."""
+        while self._next_number in self._by_number:
+            self._next_number += 1
+        return self._next_number
 
     def _base_for(self, number: int, rows: int) -> int:
         """Slot ids for an extent: those that it had before where they suffice."""
@@ -258,12 +323,15 @@ def grown(array: NDArray[_T], size: int, fill: int) -> NDArray[_T]:
     return result
 
 
-def _as_rows(rows: NDArray[np.int64]) -> Rows:
+def as_rows(rows: NDArray[np.int64]) -> Rows:
     """A slice where rows are consecutive: numpy then works on a view."""
-    first = int(rows[0])
-    if int(rows[-1]) - first == len(rows) - 1 and (len(rows) < 3 or bool((np.diff(rows) == 1).all())):
-        return slice(first, first + len(rows))
-    return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1) if _consecutive(rows) else rows
+
+
+def _consecutive(numbers: NDArray[np.int64]) -> bool:
+    if int(numbers[-1]) - int(numbers[0]) != len(numbers) - 1:
+        return False
+    return len(numbers) < 3 or bool((numbers[1:] - numbers[:-1] == 1).all())
 
 
 def _choose(free: NDArray[np.int64], count: int) -> NDArray[np.int64]:

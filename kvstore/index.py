@@ -42,12 +42,14 @@ class Space:
 
 def split_hashes(packed: bytes, start: int = 0, stop: int | None = None) -> list[bytes]:
     """Packed hashes [start, stop) as dictionary keys."""
-    end = len(packed) if stop is None else stop * HASH_BYTES
-    return [packed[at : at + HASH_BYTES] for at in range(start * HASH_BYTES, end, HASH_BYTES)]
+    keys: list[bytes] = np.frombuffer(packed, dtype=f"V{HASH_BYTES}")[start:stop].tolist()
+    return keys
 
 
 def distinct_head(keys: list[bytes]) -> list[bytes]:
     """The keys before the first one that is there for the second time."""
+    if len(set(keys)) == len(keys):
+        return keys
     seen: set[bytes] = set()
     for place, key in enumerate(keys):
         if key in seen:
@@ -59,6 +61,11 @@ def distinct_head(keys: list[bytes]) -> list[bytes]:
 def claim(space: Space, rows: BlockRows, slots: SlotArray) -> NDArray[np.bool_]:
     """Which of the blocks nobody else has or writes; names of the slots are given up."""
     keys = split_hashes(rows.hashes)
+    if list(map(space.staged.get, keys)) == slots.tolist() and space.ready.keys().isdisjoint(keys):
+        # All are named as these slots' own, so none of them is there twice: as it almost always is.
+        for key in keys:
+            del space.staged[key]
+        return np.ones(len(keys), dtype=np.bool_)
     fresh = np.zeros(len(keys), dtype=np.bool_)
     claimed: set[bytes] = set()
     for block, (key, slot) in enumerate(zip(keys, slots.tolist(), strict=True)):

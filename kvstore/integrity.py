@@ -37,7 +37,10 @@ def _check_bytes(pool: BlockPool) -> None:
         assert (extent.table.state == state).all(), "a table does not publish its slots' states"
         odd = extent.table.generation % np.uint64(2) == 1
         assert (odd == (state != SlotState.READY)).all(), "generation is even where not readable"
+        busy = (state == SlotState.STAGED) | (state == SlotState.QUARANTINED)
         assert extent.free == int(np.count_nonzero(state == SlotState.FREE))
+        assert extent.busy == int(np.count_nonzero(busy))
+        assert extent.pinned == int(np.count_nonzero(pool.occupancy.pins[span]))
         for each in SlotState:
             counted[each] += int(np.count_nonzero(state == each)) * extent.slot_class.slot_bytes
         leased += int(np.count_nonzero(pool.occupancy.pins[span])) * extent.slot_class.slot_bytes
@@ -45,6 +48,8 @@ def _check_bytes(pool: BlockPool) -> None:
     assert usage.ready == counted[SlotState.READY]
     assert usage.quarantined == counted[SlotState.QUARANTINED]
     assert usage.leased == leased
+    groups = {pool.group_of(space) for space in pool.spaces()}
+    assert sum(map(pool.group_bytes, groups)) == usage.ready, "ready bytes of no group, or of two"
     unassigned = pool.extents.unassigned_bytes
     rest = sum(
         pool.extents.extent_bytes - extent.rows * extent.slot_class.slot_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,7 +35,9 @@ class Lease:
     the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many blocks
     redis was asked for, ``asked_at`` where the run ended when it was last asked, and ``broke``
     where and why the first of the promotions since then came to an end. ``seen`` says that the
-    policies were told of the request.
+    policies were told of the request. ``counted`` is False for one that is no request: it is not in
+    the hit rate, and policies do not hear of it. ``waiters`` are called once, when nothing is pending
+    any more or the lease is over.
     """
 
     id: int
@@ -52,6 +55,8 @@ class Lease:
     asked_at: int = 0
     broke: tuple[int, MissCause] | None = None
     seen: bool = False
+    counted: bool = True
+    waiters: list[Callable[[], None]] = field(default_factory=list)
     segments: dict[Shard, list[Segment]] = field(default_factory=dict)
     held: list[tuple[TierName, SlotArray]] = field(default_factory=list)
 
@@ -59,6 +64,12 @@ class Lease:
     def tokens(self) -> int:
         """Tokens of the promised run."""
         return self.blocks * self.chain.root.block_size
+
+    def wake(self) -> None:
+        """Call those who wait."""
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            waiter()
 
     def pinned(self) -> Iterator[tuple[TierName, SlotArray]]:
         """Every pin that belongs to the lease, once."""
@@ -85,6 +96,8 @@ class LeaseTable:
         self._by_request: dict[tuple[str, str], Lease] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._next_id = 1
+        self._held: Counter[str] = Counter()
+        self._chain_bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -106,16 +119,31 @@ class LeaseTable:
         self._next_id += 1
         self._by_id[lease.id] = lease
         self._by_request[request] = lease
+        self._held[owner] += 1
+        self._chain_bytes[owner] += chain.nbytes
         heapq.heappush(self._deadlines, (deadline, lease.id))
         return lease
 
     def by_request(self, owner: str, request_id: str) -> Lease | None:
         return self._by_request.get((owner, request_id))
 
+    def held_by(self, owner: str) -> int:
+        """How many live leases an owner has."""
+        return self._held[owner]
+
+    def chain_bytes_of(self, owner: str) -> int:
+        """Bytes of the prompts that an owner's live leases keep."""
+        return self._chain_bytes[owner]
+
+    def find(self, lease_id: int, owner: str) -> Lease | None:
+        """The live lease with this id, if it is that owner's."""
+        lease = self._by_id.get(lease_id)
+        return lease if lease is not None and lease.owner == owner else None
+
     def get(self, lease_id: int, owner: str) -> Lease:
         """The live lease with this id; LeaseError when it is over or somebody else's."""
-        lease = self._by_id.get(lease_id)
-        if lease is None or lease.owner != owner:
+        lease = self.find(lease_id, owner)
+        if lease is None:
             raise LeaseError(f"lease {lease_id} is not held by {owner!r}; it may have run out: acquire again")
         return lease
 
@@ -130,6 +158,10 @@ class LeaseTable:
         lease.over = True
         del self._by_id[lease.id]
         del self._by_request[lease.owner, lease.request_id]
+        self._held[lease.owner] -= 1
+        self._chain_bytes[lease.owner] -= lease.chain.nbytes
+        if not self._held[lease.owner]:
+            del self._held[lease.owner], self._chain_bytes[lease.owner]
 
     def overdue(self, now: float) -> list[Lease]:
         """Live leases whose deadline has passed."""

@@ -13,26 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
-from kvstore.errors import NamespaceError, PoolError
 from kvstore.events import RemovalCause
 from kvstore.evict.base import Evictor, Occupancy, Touch
-from kvstore.extents import Extent, ExtentMap, Memory, SlotClass, grown
-from kvstore.index import (
-    NO_PARENT,
-    Space,
-    await_parent,
-    claim,
-    distinct_head,
-    link,
-    orphan,
-    split_hashes,
-    unlink,
-    unstage,
-)
+from kvstore.evict.order import runs_by_use
+from kvstore.extents import Extent, ExtentMap, Found, Memory, SlotClass
+from kvstore.index import NO_PARENT, Space, claim, distinct_head, link, split_hashes, unstage
+from kvstore.ledger import Ledger
 from kvstore.match import agreement, leading_run
-from kvstore.reclaim import coldest_idle_extent, is_colder
-from kvstore.spec import slot_bytes_for
-from kvstore.stamps import History, Reuse, history, mark_stored, mark_used
+from kvstore.removal import Removals, Removed
+from kvstore.room import Room
+from kvstore.shares import NO_GROUP, Shares
+from kvstore.spaces import Spaces
+from kvstore.stamps import Reuse, history, mark_stored, mark_used
 from kvstore.table import SlotState
 
 _NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
@@ -43,15 +35,6 @@ class Match(NamedTuple):
 
     slots: SlotArray
     cause: MissCause | None
-
-
-class Removed(NamedTuple):
-    """Blocks that left the pool, for the owner's events."""
-
-    space: Space
-    hashes: bytes
-    cause: RemovalCause
-    history: History
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,54 +53,75 @@ class BlockPool:
     """The metadata of one tier that holds blocks in memory."""
 
     def __init__(self, memory: Memory, make_evictor: Callable[[Occupancy], Evictor]) -> None:
-        self.extents = ExtentMap(memory)
-        self.occupancy = Occupancy(*(np.zeros(0, dtype=np.int32) for _ in range(3)))
-        self.removed: list[Removed] = []
-        """What left since the owner last looked; the owner empties it."""
         self._memory = memory
-        self._make_evictor = make_evictor
-        self._evictors: dict[SlotClass, Evictor] = {}
-        self._spaces: dict[tuple[bytes, Shard], Space] = {}
-        self._by_number: list[Space] = []
-        self._space_of = np.zeros(0, dtype=np.int32)
-        self._bytes = dict.fromkeys(SlotState, 0)
-        self._leased_bytes = 0
+        self.extents = ExtentMap(memory)
+        self._ledger = Ledger(self.extents)
+        self._spaces = Spaces(memory, self.extents)
+        self._shares = Shares(make_evictor, self._ledger.occupancy)
+        self._removals = Removals(self.extents, self._ledger, self._spaces, self._shares)
+        self._room = Room(self.extents, self._ledger, self._spaces, self._shares, self._removals)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Children, parents and pins by slot."""
+        return self._ledger.occupancy
+
+    @property
+    def removed(self) -> list[Removed]:
+        """What left since the owner last looked; the owner empties it."""
+        return self._removals.removed
 
     # -- spaces ---------------------------------------------------------------------------------
 
-    def open_space(self, namespace: bytes, shard: Shard, payload_bytes: int, block_size: int) -> Space:
-        """The space of a namespace and shard, made at first use."""
-        space = self._spaces.get((namespace, shard))
-        if space is None:
-            slot_class = SlotClass(slot_bytes_for(payload_bytes), block_size)
-            if self.extents.layout(slot_class)[0] == 0:
-                raise PoolError(
-                    f"one block of {payload_bytes} bytes does not fit an extent of "
-                    f"{self.extents.extent_bytes} bytes; raise extent_bytes"
-                )
-            number, named = len(self._by_number), self._memory.namespace_id(namespace)
-            space = Space(number, namespace, named, shard, payload_bytes, slot_class)
-            self._spaces[namespace, shard] = space
-            self._by_number.append(space)
-        if (space.payload_bytes, space.slot_class.block_size) != (payload_bytes, block_size):
-            raise NamespaceError(
-                f"namespace {namespace.hex()} has blocks of {space.slot_class.block_size} tokens and "
-                f"{space.payload_bytes} bytes on shard {shard}, not of {block_size} tokens and "
-                f"{payload_bytes} bytes; use the spec that it was registered with"
-            )
+    def open_space(
+        self, namespace: bytes, shard: Shard, payload_bytes: int, block_size: int, *, group: int = NO_GROUP
+    ) -> Space:
+        """The space of a namespace and shard, made at first use, then in share group ``group``."""
+        space = self._spaces.open(namespace, shard, payload_bytes, block_size)
+        self._shares.enter(space, group)
         return space
 
+    def require_fit(self, payload_bytes: int, block_size: int) -> None:
+        """PoolError where a block of that size fits no extent."""
+        self._spaces.require_fit(payload_bytes, block_size)
+
     def space(self, namespace: bytes, shard: Shard) -> Space | None:
-        return self._spaces.get((namespace, shard))
+        return self._spaces.get(namespace, shard)
 
     def spaces(self) -> list[Space]:
-        return list(self._by_number)
+        return self._spaces.all()
+
+    # -- shares ---------------------------------------------------------------------------------
+
+    def guarantee(self, group: int, size: int) -> None:
+        """Others do not push a share group below ``size`` READY bytes; 0 takes the guarantee back.
+
+        Group 0 is shared by all spaces of no other group, and is guaranteed nothing.
+        """
+        assert group != NO_GROUP, "group 0 is everybody without a guarantee"
+        self._shares.guarantee(group, size)
+
+    def group_bytes(self, group: int) -> int:
+        """Bytes of a share group's READY slots."""
+        return self._shares.ready_bytes(group)
+
+    def group_of(self, space: Space) -> int:
+        """The share group that a space's blocks count for."""
+        return self._shares.group_of(space)
+
+    def regroup(self, space: Space, group: int) -> None:
+        """Move a space with its blocks to another share group, in the order in which they were used."""
+        if self._shares.group_of(space) == group:
+            return
+        slots = np.fromiter(space.ready.values(), dtype=np.int64, count=len(space.ready))
+        self._shares.change(space, group, slots)
+        self._queue_up([(space, slots)])
 
     # -- finding --------------------------------------------------------------------------------
 
     def match(self, rows: BlockRows) -> Match:
         """The longest leading run of ``rows`` that is READY and agrees with all that is known."""
-        space = self._spaces.get((rows.namespace, rows.shard))
+        space = self._spaces.get(rows.namespace, rows.shard)
         if space is None:
             return Match(_NO_SLOTS, MissCause.COLD if len(rows) else None)
         slots = leading_run(space, self.extents, self.occupancy, rows)
@@ -130,16 +134,20 @@ class BlockPool:
 
     def residency(self, rows: BlockRows) -> list[Residency]:
         """Per block: READY, PENDING (being written) or MISS; by hash alone."""
-        space = self._spaces.get((rows.namespace, rows.shard))
+        space = self._spaces.get(rows.namespace, rows.shard)
         if space is None:
             return [Residency.MISS] * len(rows)
-        return [space.residency(key) for key in split_hashes(rows.hashes)]
+        keys = split_hashes(rows.hashes)
+        if space.ready.keys().isdisjoint(keys) and space.staged.keys().isdisjoint(keys):
+            return [Residency.MISS] * len(keys)
+        return [space.residency(key) for key in keys]
 
     # -- writing --------------------------------------------------------------------------------
 
-    def stage(self, space: Space, count: int, rows: BlockRows | None = None) -> SlotArray:
+    def stage(self, space: Space, count: int, rows: BlockRows | None = None, *, writer: int = 0) -> SlotArray:
         """Take up to ``count`` slots for writing, evicting where needed; fewer when all is in use.
 
+        ``writer`` is the number of the client that fills them, 0 for this process and its threads.
         With ``rows`` a second writer of the same blocks sees them PENDING, and what they hang from
         is not evicted to make room for them. A prompt that names a block twice, which takes a
         collision, gets no slot for the second and what follows it.
@@ -149,14 +157,17 @@ class BlockPool:
         if rows is not None and count:
             keys = distinct_head(split_hashes(rows.hashes, 0, count))
             count, parent = len(keys), self._parent_of(space, rows)
-        behind = slice(parent, parent + 1)  # nothing for NO_PARENT
-        self.occupancy.pins[behind] += 1
+        behind = _NO_SLOTS if parent == NO_PARENT else np.array([parent])
+        self._ledger.pin(behind)
         try:
-            slots = self._find_room(space.slot_class, count)
+            slots = self._room.find(space, count)
         finally:
-            self.occupancy.pins[behind] -= 1
-        self._move(slots, SlotState.FREE, SlotState.STAGED)
-        self._space_of[slots] = space.number
+            self._ledger.unpin(behind)
+        # Before the state says that somebody writes, the table says who: a server may find it so.
+        for extent, _, table_rows in self.extents.groups(slots):
+            extent.table.writer[table_rows] = writer
+        self._ledger.move(slots, SlotState.FREE, SlotState.STAGED)
+        self._spaces.give(slots, space)
         space.staged.update(zip(keys, slots.tolist(), strict=False))
         return slots
 
@@ -174,7 +185,8 @@ class BlockPool:
         unnamed here. ``checksums`` None means that the payload has none yet (device memory).
         The policy is told behind which block they hang.
         """
-        space = self._spaces[rows.namespace, rows.shard]
+        space = self._spaces.get(rows.namespace, rows.shard)
+        assert space is not None, "slots are staged in a space"
         fresh = claim(space, rows, slots)
         kept = np.flatnonzero(fresh)
         if len(kept) < len(slots):
@@ -184,37 +196,36 @@ class BlockPool:
             parent = self._parent_of(space, rows)
             mark_stored(self.extents, slots, time)
             self._publish(space, slots, rows, checksums)
-            self._evictor(space.slot_class).add(slots, parent, time)
+            self._shares.evictor(space).add(slots, parent, time)
         return fresh
 
     def abort(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
         """Give staged slots back, with the rows they were staged under; nothing was ever visible."""
         self._unname(slots, rows)
-        self._move(slots, SlotState.STAGED, SlotState.FREE)
+        self._ledger.move(slots, SlotState.STAGED, SlotState.FREE)
 
     def quarantine(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
         """A writer's deadline passed, and it may yet write: keep the slots from everybody."""
         self._unname(slots, rows)
-        self._move(slots, SlotState.STAGED, SlotState.QUARANTINED)
+        self._ledger.move(slots, SlotState.STAGED, SlotState.QUARANTINED)
 
     def unquarantine(self, slots: SlotArray) -> None:
         """The writer has acknowledged, or is gone."""
-        self._move(slots, SlotState.QUARANTINED, SlotState.FREE)
+        self._ledger.move(slots, SlotState.QUARANTINED, SlotState.FREE)
 
     # -- using ----------------------------------------------------------------------------------
 
     def touch(self, space: Space, touch: Touch) -> Reuse:
         """A request was made: recency and reads for the policy, for measures and for a restart."""
         reuse = mark_used(self.extents, touch.slots, touch.hit_blocks, touch.time)
-        self._evictor(space.slot_class).touch(touch)
+        for extent, _, _ in self.extents.groups(touch.slots):
+            extent.last_used = None
+        self._shares.evictor(space).touch(touch)
         return reuse
 
     def pin(self, slots: SlotArray, until: float) -> None:
         """One more lease on each; a pinned slot is neither evicted nor reclaimed."""
-        assert (self.extents.state[slots] == SlotState.READY).all()
-        pins = self.occupancy.pins
-        self._leased_bytes += self._slot_bytes(slots[pins[slots] == 0])
-        pins[slots] += 1
+        self._ledger.pin(slots)
         self.extend_lease(slots, until)
 
     def extend_lease(self, slots: SlotArray, until: float) -> None:
@@ -224,52 +235,39 @@ class BlockPool:
             stamps[rows] = np.maximum(stamps[rows], until)
 
     def unpin(self, slots: SlotArray) -> None:
-        pins = self.occupancy.pins
-        pins[slots] -= 1
-        left = pins[slots]
-        assert (left >= 0).all()
-        self._leased_bytes -= self._slot_bytes(slots[left == 0])
+        """One lease less on each."""
+        self._ledger.unpin(slots)
 
     # -- removing -------------------------------------------------------------------------------
 
-    def evict(self, slot_class: SlotClass, count: int) -> int:
-        """Free up to ``count`` slots of a class, in the policy's order; the number freed."""
-        evictor = self._evictor(slot_class)
-        freed = 0
-        while freed < count:
-            victims = evictor.victims(count - freed)
-            if not len(victims):
-                break
-            self._remove(victims, RemovalCause.CAPACITY)
-            freed += len(victims)
-        return freed
+    def evict(self, slot_class: SlotClass, count: int, group: int = NO_GROUP) -> int:
+        """Free up to ``count`` slots of a class on behalf of a group; the number freed.
+
+        First what groups have beyond their guarantee, then what the asking group has within its own;
+        each in the policy's order.
+        """
+        return self._room.evict(slot_class, count, group)
 
     def discard(self, slots: SlotArray, cause: RemovalCause) -> int:
         """Free those READY slots that no lease holds; children that stay become orphans."""
         loose = slots[self.occupancy.pins[slots] == 0]
         if len(loose):
-            self._remove_inner(loose, cause)
+            self._removals.inner(loose, cause)
         return len(loose)
 
     def rows_of(self, slots: SlotArray) -> BlockRows:
         """Identities of READY slots of one space."""
-        space = self._space_at(int(slots[0]))
-        return BlockRows.join(
-            [
-                extent.table.read_rows(rows, space.namespace, space.shard)
-                for extent, _, rows in self.extents.groups(slots)
-            ]
-        )
+        return self._spaces.rows_of(slots)
 
     def usage(self) -> PoolUsage:
-        held = {state: size for state, size in self._bytes.items() if state != SlotState.FREE}
+        held = {state: size for state, size in self._ledger.bytes_in.items() if state != SlotState.FREE}
         return PoolUsage(
             reserved=self.extents.reserved_bytes,
             free=self.extents.reserved_bytes - sum(held.values()),
             staged=held[SlotState.STAGED],
             ready=held[SlotState.READY],
             quarantined=held[SlotState.QUARANTINED],
-            leased=self._leased_bytes,
+            leased=self._ledger.leased_bytes,
         )
 
     @property
@@ -277,71 +275,43 @@ class BlockPool:
         """What the pool may grow to."""
         return self._memory.extents * self._memory.extent_bytes
 
+    # -- taking over ----------------------------------------------------------------------------
+
+    def take_over(self, found: Found) -> Extent:
+        """An extent that an earlier owner of the memory laid out; its slots are FREE until restored."""
+        extent = self.extents.take_over(found)
+        self._ledger.cover()
+        return extent
+
+    def restore(self, blocks: list[tuple[Space, SlotArray]]) -> None:
+        """Blocks that an earlier owner left READY, each once: findable again, to go in order of use."""
+        for space, slots in blocks:
+            self._spaces.give(slots, space)
+            self._ledger.move(slots, SlotState.FREE, SlotState.READY)
+            link(space, self.occupancy, self.rows_of(slots), slots)
+            self._shares.count(space, len(slots))
+            space.lost = True  # what is not among them need not be new
+        self._queue_up(blocks)
+
+    def restore_quarantined(self, slots: SlotArray) -> None:
+        """Slots that a writer which is not proven dead may yet write to."""
+        self._ledger.move(slots, SlotState.FREE, SlotState.QUARANTINED)
+
     # -- inside ---------------------------------------------------------------------------------
 
-    def _evictor(self, slot_class: SlotClass) -> Evictor:
-        evictor = self._evictors.get(slot_class)
-        if evictor is None:
-            evictor = self._evictors[slot_class] = self._make_evictor(self.occupancy)
-        return evictor
-
-    def _find_room(self, slot_class: SlotClass, count: int) -> SlotArray:
-        while (missing := count - sum(e.free for e in self.extents.of_class(slot_class))) > 0:
-            if not self._add_extent(slot_class) and not self._make_room(slot_class, missing):
-                break
-        return self.extents.take(slot_class, count)
-
-    def _add_extent(self, slot_class: SlotClass) -> bool:
-        if not self.extents.assign(slot_class):
-            return self.extents.reserve_next() and self._add_extent(slot_class)
-        occupancy, size = self.occupancy, len(self.extents.state)
-        if size > len(occupancy.pins):
-            occupancy.pins = grown(occupancy.pins, size, 0)
-            occupancy.children = grown(occupancy.children, size, 0)
-            occupancy.parent = grown(occupancy.parent, size, NO_PARENT)
-            self._space_of = grown(self._space_of, size, 0)
-        return True
-
-    def _make_room(self, slot_class: SlotClass, missing: int) -> bool:
-        """Free something for a class: a colder extent of another class, else its own leaves."""
-        other = coldest_idle_extent(self.extents, self.occupancy, slot_class)
-        if other is not None and is_colder(other, self.extents.of_class(slot_class)):
-            self._reclaim(other)
-            return True
-        if self.evict(slot_class, missing):
-            return True
-        if other is None:
-            return False
-        self._reclaim(other)
-        return True
-
-    def _reclaim(self, extent: Extent) -> None:
-        """Empty an extent, whatever hangs below its blocks, so that another class may have it."""
-        span = self.extents.state[extent.base : extent.base + extent.rows]
-        leaving = np.flatnonzero(span == SlotState.READY) + extent.base
-        if len(leaving):
-            self._remove_inner(leaving, RemovalCause.RECLAIMED)
-        self.extents.retire(extent)
-
-    def _remove_inner(self, leaving: SlotArray, cause: RemovalCause) -> None:
-        """Remove blocks that may have children elsewhere: those become orphans, first to go."""
-        for space, part in self._by_space(leaving):
-            self._evictor(space.slot_class).forget(part)
-        lost = orphan(self.occupancy, leaving)
-        self._remove(leaving, cause)
-        for space, part in self._by_space(lost):
-            await_parent(space, self.rows_of(part), part)
-            self._evictor(space.slot_class).orphan(part)
-
-    def _remove(self, slots: SlotArray, cause: RemovalCause) -> None:
-        for extent, _, rows in self.extents.groups(slots):
-            extent.table.generation[rows] += np.uint64(1)
-        for space, part in self._by_space(slots):
-            identities = self.rows_of(part)
-            unlink(space, self.occupancy, identities, part)
-            space.lost = True
-            self.removed.append(Removed(space, identities.hashes, cause, history(self.extents, part)))
-        self._move(slots, SlotState.READY, SlotState.FREE)
+    def _queue_up(self, blocks: list[tuple[Space, SlotArray]]) -> None:
+        """Hand resident blocks to policies that have not seen them used."""
+        queues: dict[Evictor, list[tuple[Space, SlotArray]]] = {}
+        for space, slots in blocks:
+            if len(slots):
+                queues.setdefault(self._shares.evictor(space), []).append((space, slots))
+        for evictor, parts in queues.items():
+            slots = np.concatenate([part for _, part in parts])
+            parents = self.occupancy.parent[slots].astype(np.int64)
+            inner = np.concatenate([self.rows_of(part).indexes > 0 for _, part in parts])
+            used_at = history(self.extents, slots).used_at
+            for time, run in runs_by_use(slots, parents, used_at, inner & (parents == NO_PARENT)):
+                evictor.add(run, NO_PARENT, time)
 
     def _publish(
         self, space: Space, slots: SlotArray, rows: BlockRows, checksums: Sequence[int] | None
@@ -354,39 +324,16 @@ class BlockPool:
             table.lease_until[table_rows] = 0
             table.checked[table_rows] = 1
         link(space, self.occupancy, rows, slots)
-        self._move(slots, SlotState.STAGED, SlotState.READY)
+        self._shares.count(space, len(slots))
+        self._ledger.move(slots, SlotState.STAGED, SlotState.READY)
         # Last of all, so that a reader who sees an even generation sees the block whole.
         for extent, _, table_rows in self.extents.groups(slots):
             extent.table.generation[table_rows] += np.uint64(1)
 
     def _unname(self, slots: SlotArray, rows: BlockRows | None) -> None:
         if rows is not None and len(slots):
-            unstage(self._space_at(int(slots[0])), split_hashes(rows.hashes), slots)
-
-    def _move(self, slots: SlotArray, before: SlotState, after: SlotState) -> None:
-        assert (self.extents.state[slots] == before).all(), f"expected slots to be {before.name}"
-        self.extents.state[slots] = after
-        for extent, _, rows in self.extents.groups(slots):
-            extent.table.state[rows] = after
-            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            moved = count * extent.slot_class.slot_bytes
-            self._bytes[before] -= moved
-            self._bytes[after] += moved
-            extent.free += count * ((after == SlotState.FREE) - (before == SlotState.FREE))
-
-    def _slot_bytes(self, slots: SlotArray) -> int:
-        return sum(
-            (positions.stop - positions.start) * extent.slot_class.slot_bytes
-            for extent, positions, _ in self.extents.groups(slots)
-        )
+            unstage(self._spaces.at(int(slots[0])), split_hashes(rows.hashes), slots)
 
     def _parent_of(self, space: Space, rows: BlockRows) -> int:
         """Slot of what the first of ``rows`` hangs from, NO_PARENT where that is not READY."""
         return space.ready.get(rows.parent_at(0), NO_PARENT)
-
-    def _space_at(self, slot: int) -> Space:
-        return self._by_number[int(self._space_of[slot])]
-
-    def _by_space(self, slots: SlotArray) -> list[tuple[Space, SlotArray]]:
-        numbers = self._space_of[slots]
-        return [(self._by_number[number], slots[numbers == number]) for number in np.unique(numbers).tolist()]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from kvstore.evict.base import Occupancy
 from kvstore.extents import Extent, ExtentMap, SlotClass
 from kvstore.table import SlotState
 
 
-def coldest_idle_extent(extents: ExtentMap, occupancy: Occupancy, wanted_by: SlotClass) -> Extent | None:
-    """The least recently used extent of another class that nobody reads or writes."""
+def coldest_idle_extent(
+    extents: ExtentMap, wanted_by: SlotClass, may_go: Callable[[Extent], bool]
+) -> Extent | None:
+    """The least recently used extent of another class that nobody reads or writes and that may go."""
     idle = [
         extent
         for slot_class in extents.classes()
         if slot_class != wanted_by
         for extent in extents.of_class(slot_class)
-        if _is_idle(extents, occupancy, extent)
+        if not extent.busy and not extent.pinned and may_go(extent)
     ]
     return min(idle, key=_last_used, default=None)
 
@@ -26,14 +29,9 @@ def is_colder(extent: Extent, own: list[Extent]) -> bool:
     return not own or _last_used(extent) < min(map(_last_used, own))
 
 
-def _is_idle(extents: ExtentMap, occupancy: Occupancy, extent: Extent) -> bool:
-    span = slice(extent.base, extent.base + extent.rows)
-    state = extents.state[span]
-    busy = (state == SlotState.STAGED) | (state == SlotState.QUARANTINED)
-    return not busy.any() and not occupancy.pins[span].any()
-
-
 def _last_used(extent: Extent) -> float:
     """Mean time of last use over the blocks of an extent; an empty one is coldest of all."""
-    ready = extent.table.state == SlotState.READY
-    return float(extent.table.used_at[ready].mean()) if ready.any() else -np.inf
+    if extent.last_used is None:
+        ready = extent.table.state == SlotState.READY
+        extent.last_used = float(extent.table.used_at[ready].mean()) if ready.any() else -np.inf
+    return extent.last_used

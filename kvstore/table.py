@@ -40,7 +40,12 @@ class Column(NamedTuple):
 
 
 def _columns(block_size: int) -> tuple[Column, ...]:
-    """Columns in file order. ``shard`` packs four u16; ``…_at`` and ``lease_until`` are seconds."""
+    """Columns in file order.
+
+    ``shard`` packs four u16; ``…_at`` and ``lease_until`` are seconds. ``writer`` is the number of the
+    client that may write to a slot that is not FREE or READY, 0 for the server itself. ``checked`` is 0
+    where nobody has compared the payload with its checksum since another process left it.
+    """
     return (
         Column("generation", "<u8", 1),
         Column("hash", "<u8", WORDS_PER_HASH),
@@ -56,6 +61,7 @@ def _columns(block_size: int) -> tuple[Column, ...]:
         Column("namespace", "<u4", 1),
         Column("index", "<u4", 1),
         Column("reads", "<u4", 1),
+        Column("writer", "<u4", 1),
         Column("tokens", "<u4", block_size),
         Column("state", "u1", 1),
         Column("checked", "u1", 1),
@@ -74,6 +80,11 @@ def table_bytes(rows: int, block_size: int) -> int:
 def pack_shard(shard: Shard) -> int:
     """Four u16 in one word, as stored in the ``shard`` column."""
     return sum(part << (16 * place) for place, part in enumerate(shard))
+
+
+def unpack_shard(word: int) -> Shard:
+    """The inverse of ``pack_shard``."""
+    return Shard(*(word >> (16 * place) & 0xFFFF for place in range(4)))
 
 
 def hash_words(packed: bytes) -> Uint64Array:
@@ -117,6 +128,7 @@ class Table:
         self.lease_until: NDArray[np.float64] = columns["lease_until"]  # type: ignore[assignment]
         self.namespace: NDArray[np.uint32] = columns["namespace"]  # type: ignore[assignment]
         self.index: NDArray[np.uint32] = columns["index"]  # type: ignore[assignment]
+        self.writer: NDArray[np.uint32] = columns["writer"]  # type: ignore[assignment]
         self.tokens: NDArray[np.uint32] = columns["tokens"].reshape(rows, block_size)  # type: ignore[assignment]
         self.state: NDArray[np.uint8] = columns["state"]  # type: ignore[assignment]
         self.checked: NDArray[np.uint8] = columns["checked"]  # type: ignore[assignment]

@@ -10,18 +10,14 @@ from pathlib import Path
 import torch
 
 from hashing import KVShape, Namespace
-from kvstore.block import TierName
+from kvstore.assemble import open_host, open_redis, store_options
 from kvstore.config import Config
 from kvstore.errors import ConfigError, PoolError
 from kvstore.events import Listener
 from kvstore.evict.lru import LRU
 from kvstore.spec import NamespaceSpec, slot_bytes_for
-from kvstore.store import StoreOptions, TieredStore, Tiers
-from kvstore.tiers.base import Tier
+from kvstore.store import TieredStore, Tiers
 from kvstore.tiers.device import DeviceTier
-from kvstore.tiers.host import HostTier
-from kvstore.tiers.null import NullTier
-from kvstore.tiers.redis import RedisOptions, RedisTier
 from prefill.engine import Engine, EngineOptions
 from prefill.model import LoadedModel, load_model
 from prefill.paged import KVMemory
@@ -103,13 +99,7 @@ def build_worker(
 
 def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -> Tiers:
     """The tiers, each closed by ``opened`` should a later one fail."""
-    host = HostTier(
-        config.pool_path,
-        pool_bytes=config.pool_bytes,
-        extent_bytes=config.extent_bytes,
-        make_evictor=LRU,
-        clock=clock,
-    )
+    host = open_host(config, clock)
     opened.callback(host.close)
     # One model has one slot size, so its device memory is one extent: kernels then see one table.
     device = DeviceTier(
@@ -120,7 +110,7 @@ def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -
         clock=clock,
     )
     opened.callback(device.close)
-    redis = _redis(config, clock)
+    redis = open_redis(config, clock)
     opened.callback(redis.close)
     return Tiers(host, device, redis)
 
@@ -133,14 +123,7 @@ def _wire(
     listeners: tuple[Listener, ...],
 ) -> Worker:
     spec = NamespaceSpec(namespace_of(model.spec, config))
-    options = StoreOptions(
-        lease_seconds=config.lease_seconds,
-        write_seconds=config.write_seconds,
-        probe_seconds=config.redis_probe_seconds,
-        queue_bytes=config.redis_queue_bytes,
-        threads=config.redis_connections + 1,
-    )
-    store = TieredStore(tiers, clock=clock, options=options, listeners=listeners)
+    store = TieredStore(tiers, clock=clock, options=store_options(config), listeners=listeners)
     store.register(spec)
     assert isinstance(tiers.device, DeviceTier)
     memory = KVMemory(tiers.device.tensor, model.spec, config.block_size)
@@ -154,15 +137,3 @@ def _wire(
         options=EngineOptions(config.redis_acquire_seconds, model.spec.eos_ids),
     )
     return Worker(engine, store, tiers, memory, runner, spec)
-
-
-def _redis(config: Config, clock: Callable[[], float]) -> Tier:
-    if config.redis_url is None:
-        return NullTier(TierName.REDIS)
-    options = RedisOptions(
-        url=config.redis_url,
-        prefix=config.redis_prefix,
-        ttl_seconds=config.redis_ttl_seconds,
-        connections=config.redis_connections,
-    )
-    return RedisTier(options, clock)

@@ -30,6 +30,10 @@ def test_library() -> None:
     assert run_example("library.py").startswith("496 of 1500 tokens are cached, in blocks [0, 1, 2,")
 
 
+def test_two_processes() -> None:
+    assert run_example("two_processes.py").startswith("992 of 2000 tokens are cached, in blocks [0, 1, 2,")
+
+
 @pytest.mark.slow
 @pytest.mark.redis
 def test_handoff() -> None:

@@ -2,7 +2,17 @@
 
 from kvstore.store.options import StoreOptions
 from kvstore.store.parts import Tiers
-from kvstore.store.tiered import Lookup, TieredStore
+from kvstore.store.probe import BlockReport, Explanation, Lookup
+from kvstore.store.tiered import TieredStore
 from kvstore.store.write import BlockStatus, Write
 
-__all__ = ["BlockStatus", "Lookup", "StoreOptions", "TieredStore", "Tiers", "Write"]
+__all__ = [
+    "BlockReport",
+    "BlockStatus",
+    "Explanation",
+    "Lookup",
+    "StoreOptions",
+    "TieredStore",
+    "Tiers",
+    "Write",
+]

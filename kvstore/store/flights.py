@@ -17,6 +17,7 @@ from kvstore.events import (
     DropCause,
     RemovalCause,
 )
+from kvstore.failpoints import Step
 from kvstore.index import Space
 from kvstore.lease import Lease
 from kvstore.store.parts import Parts
@@ -70,6 +71,7 @@ class Flights:
         self._space = parts.space
         self._report_stored = parts.report_stored
         self._emit = parts.bus.emit
+        self._failpoint = parts.failpoint
         self._extend = extend
         self._landed = landed
         self._active: dict[_BlockKey, Flight] = {}
@@ -97,6 +99,7 @@ class Flights:
         )
 
     def _probed(self, flight: Flight, match: TierMatch) -> None:
+        self._failpoint(Step.PROMOTION_PROBED)
         count = match.blocks
         flight.broke_at, flight.cause = count, match.cause
         wanted = flight.rows.slice(0, count)
@@ -109,6 +112,7 @@ class Flights:
             flight.broke_at = int(missing[len(slots)])
             flight.cause = MissCause.QUOTA
             self._dropped(flight, len(missing) - len(slots), DropCause.FULL)
+        self._failpoint(Step.PROMOTION_STAGED)
         batches = self._cut_batches(flight, missing[: len(slots)], slots)
         flight.batches_left = len(batches)
         if not batches:
@@ -141,6 +145,7 @@ class Flights:
         )
 
     def _fetched(self, flight: Flight, batch: Batch, result: LoadResult | None, began: float) -> None:
+        self._failpoint(Step.PROMOTION_LOADED)
         count = len(batch.slots)
         outcome = result or LoadResult([MissCause.UNAVAILABLE] * count, [0] * count)
         good = np.array([cause is None for cause in outcome.causes], dtype=np.bool_)
@@ -170,6 +175,7 @@ class Flights:
         self._host.pool.pin(slots, now + self._options.flight_seconds)
         flight.held.append(slots)
         flight.fetched.update(slots.tolist())
+        self._failpoint(Step.PROMOTION_COMMITTED)
         size = flight.space.payload_bytes
         self._emit(BytesMoved(now, TierName.REDIS, TierName.HOST, len(slots) * size, now - began))
         self._report_stored(TierName.HOST, rows, size)

@@ -12,6 +12,7 @@ from kvstore.events import BlocksReused, RequestSettled
 from kvstore.evict.base import Touch
 from kvstore.hints import Hints
 from kvstore.lease import Lease, LeaseTable, Segment
+from kvstore.store.first_read import first_reads, learn_from_reader
 from kvstore.store.local import LocalRun, credit, cut, local_run, slots_in
 from kvstore.store.parts import Parts
 from kvstore.tiers.memory import MemoryTier
@@ -26,7 +27,15 @@ class Holding:
         self._tier: dict[TierName, MemoryTier] = {tier.name: tier for tier in parts.tiers.memory}
         self.leases = LeaseTable()
 
-    def open(self, request: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], hints: Hints) -> Lease:
+    def open(
+        self,
+        request: tuple[str, str],
+        chain: Chain,
+        shards: tuple[Shard, ...],
+        hints: Hints,
+        *,
+        counted: bool = True,
+    ) -> Lease:
         """A lease on the chain's leading local run; LeaseError if the request has another chain.
 
         To ask again for what is held already renews it.
@@ -38,6 +47,7 @@ class Holding:
             return known
         deadline = self._clock() + self._parts.options.lease_seconds
         lease = self.leases.open(request, chain, shards, deadline, hints)
+        lease.counted = counted
         self.extend(lease)
         return lease
 
@@ -47,6 +57,12 @@ class Holding:
             return
         memory, chain = self._parts.tiers.memory, lease.chain
         runs = {shard: local_run(memory, chain.rows(shard, lease.blocks)) for shard in lease.shards}
+        if not self._parts.options.readers_verify:
+            host, namespace = self._parts.tiers.host, chain.namespace
+            runs = {
+                shard: first_reads(self._parts, self._parts.space(host, namespace, shard), run)
+                for shard, run in runs.items()
+            }
         # Ranks must not disagree: the promise is the minimum over shards.
         blocks = lease.blocks + min(run.blocks for run in runs.values())
         lease.cause = _shortest(runs).cause
@@ -101,7 +117,11 @@ class Holding:
             self._tier[tier].pool.unpin(slots)
         self.leases.close(lease)
         used = lease.blocks if used_blocks is None else min(used_blocks, lease.blocks)
-        self._parts.bus.emit(self._settled(lease, used))
+        if self._parts.options.readers_verify:
+            learn_from_reader(self._parts, lease, used if used_blocks is not None else 0)
+        if lease.counted:
+            self._parts.bus.emit(self._settled(lease, used))
+        lease.wake()
 
     def expire(self) -> None:
         """End leases whose deadline has passed."""
@@ -115,7 +135,7 @@ class Holding:
 
     def tell_policies(self, lease: Lease) -> None:
         """Tell each pool of the request, once: when no more of it is to come from redis."""
-        if lease.seen:
+        if lease.seen or not lease.counted:
             return
         lease.seen = True
         for shard in lease.shards:

@@ -21,6 +21,9 @@ class StoreOptions:
     """Payload bytes of one batch."""
     queue_bytes: int = 256 << 20
     """Payload bytes waiting for a lower tier; what exceeds it is dropped, tails first."""
+    readers_verify: bool = False
+    """Readers compare payloads that nobody has read since a restart with their checksums, and say how far
+    they came; otherwise the store does it before it promises them."""
     threads: int = 3
     """Threads for redis. Where there are several, one is for questions, so that they do not wait behind
     payloads, and one of the others is left to those who wait for blocks."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvstore.block import BlockRows, Shard, TierName
 from kvstore.errors import NamespaceError
 from kvstore.events import BlocksRemoved, BlocksStored, EventBus
+from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.index import Space
 from kvstore.store.mailbox import Mailbox
 from kvstore.store.options import StoreOptions
@@ -40,6 +41,7 @@ class Parts:
     clock: Callable[[], float]
     mailbox: Mailbox
     bus: EventBus
+    failpoint: Failpoint = no_failpoint
 
     def space(self, tier: MemoryTier, namespace: bytes, shard: Shard) -> Space:
         """Where a registered namespace's blocks are in a tier."""

@@ -6,48 +6,40 @@ blocks runs on threads and comes back through ``pump``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, SlotArray, TierName
-from kvstore.errors import LeaseError, NamespaceError
+from kvstore.errors import LeaseError
 from kvstore.events import EventBus, Listener, TokensProbed
+from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.integrity import check_pool
-from kvstore.lease import Lease
+from kvstore.lease import Lease, LeaseTable
 from kvstore.pool import PoolUsage
 from kvstore.spec import NamespaceSpec
 from kvstore.store.demotion import Demotions
 from kvstore.store.flights import Flights
 from kvstore.store.holding import Holding
-from kvstore.store.local import local_run
+from kvstore.store.inherited import Inherited
+from kvstore.store.inventory import clear, resident
 from kvstore.store.mailbox import Mailbox
 from kvstore.store.options import StoreOptions
 from kvstore.store.parts import Parts, Tiers
+from kvstore.store.pins import Pins
+from kvstore.store.probe import Explanation, Lookup, Probe, present_in
 from kvstore.store.promotion import promote
+from kvstore.store.registry import Registry
 from kvstore.store.write import Write
 from kvstore.store.writes import Writes
 from kvstore.tiers.base import Tier, TierStatus
+from kvstore.tiers.host import HostTier
+from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.null import NullTier
 
 _DEFAULTS = StoreOptions()
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Answer of a probe, in tokens.
-
-    ``matched`` is the leading run in any tier, ``verified`` the part of it whose tokens were
-    compared. ``served`` splits the run by fastest tier; ``alone`` is each tier's own leading run.
-    """
-
-    matched: int
-    verified: int
-    served: dict[TierName, int]
-    alone: dict[TierName, int]
 
 
 class TieredStore:
@@ -61,51 +53,86 @@ class TieredStore:
         options: StoreOptions = _DEFAULTS,
         listeners: tuple[Listener, ...] = (),
         wake: Callable[[], None] | None = None,
+        failpoint: Failpoint = no_failpoint,
     ) -> None:
         """``wake`` is called from other threads when ``pump`` has something to do."""
         mailbox = Mailbox(options.threads, wake)
-        self._parts = Parts(tiers, options, clock, mailbox, EventBus(listeners))
+        self._parts = Parts(tiers, options, clock, mailbox, EventBus(listeners), failpoint)
         self._clock = clock
-        self._specs: dict[bytes, NamespaceSpec] = {}
+        self._registry = Registry(self._parts)
         self._holding = Holding(self._parts)
         self._flights = Flights(self._parts, self._holding.extend, self._landed)
         self._demotions = Demotions(self._parts)
         self._writes = Writes(self._parts, self._demotions)
+        self._pins = Pins(self._parts)
+        self._inherited = Inherited(self._parts)
 
-    def register(self, spec: NamespaceSpec, shards: tuple[Shard, ...] = (WHOLE,)) -> None:
-        """Make a namespace known, with the size of its blocks on each shard."""
-        self._parts.tiers.host.describe(spec)
-        for shard in shards:
-            for tier in self._parts.tiers.memory:
-                size = spec.payload_bytes_on(shard)
-                tier.pool.open_space(spec.root.digest, shard, size, spec.block_size)
-        self._specs[spec.root.digest] = spec
+    @property
+    def host(self) -> HostTier:
+        return self._parts.tiers.host
 
-    def lookup(self, chain: Chain, shard: Shard = WHOLE, *, ask_redis: bool = True) -> Lookup:
-        """Where a prompt's blocks are. Changes nothing, counts no hit.
+    @property
+    def memory(self) -> tuple[MemoryTier, ...]:
+        """The tiers in this process's reach, fastest first."""
+        return self._parts.tiers.memory
 
-        Redis is asked on the caller's thread, for at most ``probe_seconds``; its part of the run
-        is unverified.
+    @property
+    def options(self) -> StoreOptions:
+        return self._parts.options
+
+    def register(self, spec: NamespaceSpec, shards: tuple[Shard, ...] = (WHOLE,), *, group: int = 0) -> None:
+        """Make a namespace known, with the size of its blocks on each shard.
+
+        ``group`` says whose blocks they are, for pools that guarantee somebody a share.
         """
-        self._require(chain, (shard,))
-        rows, size = chain.rows(shard), chain.root.block_size
-        run = local_run(self._parts.tiers.memory, rows)
-        served: dict[TierName, int] = {}
-        for segment in run.segments:
-            served[segment.tier] = served.get(segment.tier, 0) + len(segment.slots) * size
-        alone = {tier.name: len(tier.pool.match(rows).slots) * size for tier in self._parts.tiers.memory}
-        matched = run.blocks
-        if ask_redis and not isinstance(self._parts.tiers.redis, NullTier):
-            redis, deadline = self._parts.tiers.redis, self._clock() + self._parts.options.probe_seconds
-            own = redis.match(rows, deadline).blocks
-            # A run may go on in redis without its head, which an eviction may have taken.
-            matched = max(own, matched + redis.match(rows.slice(matched, len(rows)), deadline).blocks)
-            alone[TierName.REDIS] = own * size
-            if matched > run.blocks:
-                served[TierName.REDIS] = (matched - run.blocks) * size
-        self._parts.bus.emit(TokensProbed(self._clock(), chain.namespace, chain.prompt_tokens))
-        verified = run.blocks * size if chain.tokens is not None else 0
-        return Lookup(matched * size, verified, served, alone)
+        self._registry.register(spec, shards, group)
+
+    def lookup(
+        self,
+        chain: Chain,
+        shards: tuple[Shard, ...] = (WHOLE,),
+        *,
+        tiers: Collection[TierName] | None = None,
+    ) -> Lookup:
+        """Where a prompt's blocks are, on all ranks. Changes nothing, counts no hit.
+
+        ``tiers`` None asks all of them. Redis is asked on the caller's thread, for at most
+        ``probe_seconds``; its part of the run is unverified.
+        """
+        probe = self._probe(chain, shards, tiers)
+        if not probe.asks_redis:
+            return probe.answer(None)
+        return probe.answer(probe.ask(self._clock() + self._parts.options.probe_seconds))
+
+    def begin_lookup(
+        self,
+        chain: Chain,
+        shards: tuple[Shard, ...],
+        tiers: Collection[TierName] | None,
+        then: Callable[[Lookup], None],
+    ) -> None:
+        """``lookup`` for an owner that must not block: ``then`` is called at once, or in a later ``pump``."""
+        probe = self._probe(chain, shards, tiers)
+        if not probe.asks_redis:
+            then(probe.answer(None))
+            return
+        seconds = self._parts.options.probe_seconds
+        self._parts.mailbox.ask(
+            lambda: probe.ask(self._clock() + seconds), lambda redis: then(probe.answer(redis))
+        )
+
+    def begin_explain(self, chain: Chain, shard: Shard, then: Callable[[Explanation], None]) -> None:
+        """Block by block, where it is or why it is not; ``then`` as in ``begin_lookup``."""
+        self._registry.require(chain, (shard,))
+        rows, redis = chain.rows(shard), self._parts.tiers.redis
+        if isinstance(redis, NullTier) or not len(rows):
+            then(Explanation(self._parts, rows, None))
+            return
+        seconds = self._parts.options.probe_seconds * 2
+        self._parts.mailbox.ask(
+            lambda: present_in(redis, rows, self._clock, self._clock() + seconds),
+            lambda known: then(Explanation(self._parts, rows, known or [None] * len(rows))),
+        )
 
     def acquire(
         self,
@@ -115,17 +142,19 @@ class TieredStore:
         *,
         owner: str = "",
         hints: Hints = NO_HINTS,
+        counted: bool = True,
     ) -> Lease:
         """Pin the leading run that is resident, and begin to promote what follows it from redis.
 
         Idempotent: the same request gets the same lease, with its progress, and renews it. ``wait``
         for the part that is ``pending``. The lease ends by ``release``, or when nobody renews it;
-        who then acquires again gets what is still there.
+        who then acquires again gets what is still there. ``counted`` is False for what is no request,
+        as a prefetch: it is not in the hit rate, and policies do not hear of it.
         """
-        self._require(chain, shards)
+        self._registry.require(chain, shards)
         self.tick()
         known = len(self._holding.leases)
-        lease = self._holding.open((owner, request_id), chain, shards, hints)
+        lease = self._holding.open((owner, request_id), chain, shards, hints, counted=counted)
         if len(self._holding.leases) > known and lease.blocks < len(chain):
             self._ask_redis(lease)
         if not lease.pending:
@@ -161,11 +190,14 @@ class TieredStore:
         """End a lease and count its request. Idempotent."""
         self._holding.release(lease, used_blocks)
 
-    def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0) -> Write:
-        """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier."""
-        self._require(chain, (shard,))
+    def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0, writer: int = 0) -> Write:
+        """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier.
+
+        ``writer`` is the number of the client that fills the slots, where that is another process.
+        """
+        self._registry.require(chain, (shard,))
         self.tick()
-        write = self._writes.begin(chain, shard, first_block)
+        write = self._writes.begin(chain, shard, first_block, writer)
         self._parts.report_removed()
         return write
 
@@ -205,6 +237,35 @@ class TieredStore:
         """Give reserved slots back unpublished."""
         self._parts.tiers.memory[0].pool.abort(slots)
 
+    def when_settled(self, lease: Lease, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is pending for the lease, or it is over; at once if that is so."""
+        if lease.over or not lease.pending:
+            then()
+        else:
+            lease.waiters.append(then)
+
+    def pin(self, name: str, chain: Chain, shards: tuple[Shard, ...] = (WHOLE,)) -> int:
+        """Keep the leading run that is in memory, under a name, until ``unpin``; its blocks."""
+        self._registry.require(chain, shards)
+        return self._pins.pin(name, chain, shards)
+
+    def unpin(self, name: str) -> bool:
+        """Let go of what a name keeps; False when it keeps nothing."""
+        return self._pins.unpin(name)
+
+    def clear(self, namespace: bytes | None, tiers: Collection[TierName] | None = None) -> tuple[int, int]:
+        """Forget what nobody holds in memory, of one namespace or all: (forgotten, held) blocks."""
+        return clear(self._parts, namespace, tiers)
+
+    def resident(self, namespace: bytes) -> dict[TierName, tuple[int, int]]:
+        """(Blocks, their payload bytes) of a namespace in each memory tier, all ranks together."""
+        return resident(self._parts, namespace)
+
+    def reap(self, alive: Callable[[int], bool]) -> None:
+        """Give back the slots of writers in other processes that have ended, as ``alive(number)`` says."""
+        self._writes.reap(alive)
+        self._inherited.reap(alive)
+
     def pump(self, timeout: float = 0.0) -> None:
         """Collect what threads have done, waiting up to ``timeout`` for it, and give them more.
 
@@ -223,6 +284,7 @@ class TieredStore:
         """
         self._holding.expire()
         self._writes.expire()
+        self._inherited.expire()
 
     def drain(self, seconds: float) -> bool:
         """Work until lower tiers have all that was queued for them; False when time ran out."""
@@ -233,7 +295,7 @@ class TieredStore:
         return self._demotions.idle
 
     def usage(self) -> dict[TierName, PoolUsage]:
-        return {tier.name: tier.pool.usage() for tier in self._parts.tiers.memory}
+        return {tier.name: tier.pool.usage() for tier in self.memory}
 
     def status(self) -> dict[TierName, TierStatus]:
         tiers: tuple[Tier, ...] = (*self._parts.tiers.memory, self._parts.tiers.redis)
@@ -249,12 +311,33 @@ class TieredStore:
         """Leases that are not over."""
         return len(self._holding.leases)
 
+    @property
+    def queued_bytes(self) -> int:
+        """Payload bytes that wait for a lower tier."""
+        return self._demotions.queued_bytes
+
+    @property
+    def listener_failures(self) -> int:
+        """How often a listener raised."""
+        return self._parts.bus.failures
+
+    @property
+    def writes(self) -> int:
+        """Writes that are neither committed nor aborted."""
+        return len(self._writes)
+
+    @property
+    def lease_table(self) -> LeaseTable:
+        """Leases that are not over, to be looked at only."""
+        return self._holding.leases
+
     def check(self) -> None:
         """AssertionError when the books of a pool do not balance. For tests and when idle."""
         for tier in self._parts.tiers.memory:
-            pins = [self._holding.pins(tier.name), *self._demotions.pins(tier.name)]
+            pins = [self._holding.pins(tier.name), self._pins.pins(tier.name)]
+            pins += self._demotions.pins(tier.name)
             if tier is self._parts.tiers.host:
-                pins += self._flights.pins()
+                pins += [*self._flights.pins(), self._inherited.pins()]
             check_pool(tier.pool, np.concatenate(pins))
 
     def close(self) -> None:
@@ -264,25 +347,15 @@ class TieredStore:
         for tier in tiers:
             tier.close()
 
-    def _require(self, chain: Chain, shards: tuple[Shard, ...]) -> None:
-        spec = self._specs.get(chain.namespace)
-        if spec is None:
-            raise NamespaceError(
-                f"namespace {chain.namespace.hex()} is not registered; register its spec first"
-            )
-        if spec.block_size != chain.root.block_size:
-            raise NamespaceError(
-                f"the request has block size {chain.root.block_size}, its namespace has "
-                f"{spec.block_size}; hash with the namespace's own root"
-            )
-        if not shards:
-            raise NamespaceError("the request names no shard; name those of all ranks that read it")
-        for shard in shards:
-            self._parts.space(self._parts.tiers.host, chain.namespace, shard)
+    def _probe(self, chain: Chain, shards: tuple[Shard, ...], tiers: Collection[TierName] | None) -> Probe:
+        self._registry.require(chain, shards)
+        probe = Probe(self._parts, chain, shards, tiers)
+        self._parts.bus.emit(TokensProbed(self._clock(), chain.namespace, chain.prompt_tokens))
+        return probe
 
     def _ask_redis(self, lease: Lease) -> None:
         # What comes from redis is kept under its tokens; who has none gets what is here.
-        if isinstance(self._parts.tiers.redis, NullTier) or lease.chain.fingerprints is None:
+        if isinstance(self._parts.tiers.redis, NullTier) or not lease.chain.known_by_tokens:
             return
         lease.asked_redis = max(lease.asked_redis, len(lease.chain) - lease.blocks)
         lease.asked_at, lease.broke = lease.blocks, None
@@ -304,3 +377,4 @@ class TieredStore:
             self._ask_redis(lease)
         else:
             self._holding.tell_policies(lease)
+            lease.wake()

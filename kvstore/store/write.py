@@ -29,8 +29,7 @@ class Write:
     """Slots that one writer fills; nothing is visible before ``commit``.
 
     Used as a context manager it commits at the end and aborts on an exception. ``status`` has one
-    entry a block from the write's first block on. ``payloads`` are the places to fill, for the
-    blocks that are ``YOURS``, in order.
+    entry a block from the write's first block on.
     """
 
     host: HostTier
@@ -43,12 +42,18 @@ class Write:
     clock: Callable[[], float]
     over: Callable[[Write, BlockRows | None], None]
     """Called once: with the identities that became visible, or None after an abort."""
+    writer: int = 0
+    """Number of the client whose process fills the slots; 0 where that is this one."""
     open: bool = True
     quarantined: bool = False
-    payloads: list[Payload] = field(init=False)
+    _payloads: list[Payload] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self.payloads = self.host.views(self.slots, self.space.payload_bytes)
+    @property
+    def payloads(self) -> list[Payload]:
+        """The places to fill, for the blocks that are ``YOURS``, in order."""
+        if self._payloads is None:  # a writer in another process has views of its own
+            self._payloads = self.host.views(self.slots, self.space.payload_bytes)
+        return self._payloads
 
     def commit(self, checksums: Sequence[int] | None = None) -> None:
         """Make the blocks visible. ``checksums`` are xxh3_64, computed here when not given.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvstore.block import BlockRows, Chain, Residency, Shard, SlotArray, TierName
@@ -28,9 +30,12 @@ class Writes:
         self._demotions = demotions
         self._open: dict[int, Write] = {}
 
-    def begin(self, chain: Chain, shard: Shard, first_block: int) -> Write:
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, chain: Chain, shard: Shard, first_block: int, writer: int) -> Write:
         """Stage slots for the blocks that nobody has or writes. Tails are refused when full."""
-        if chain.tokens is None or chain.fingerprints is None:
+        if not chain.known_by_tokens:
             raise WriteError("a write must carry its token ids; make the chain with Chain.of")
         if not 0 <= first_block <= len(chain):
             raise WriteError(
@@ -41,10 +46,11 @@ class Writes:
         pool, space = host.pool, self._parts.space(host, chain.namespace, shard)
         rows = chain.rows(shard, first_block)
         match = pool.match(chain.rows(shard))
-        status = [_STATUS[residency] for residency in pool.residency(rows)]
-        self._refuse_collisions(rows, status, len(match.slots) - first_block)
-        wanted = np.array([at for at, is_ in enumerate(status) if is_ is BlockStatus.YOURS], dtype=np.int64)
-        slots = pool.stage(space, len(wanted), rows.pick(wanted))
+        status = list(map(_STATUS.__getitem__, pool.residency(rows)))
+        if BlockStatus.PRESENT in status:
+            self._refuse_collisions(rows, status, len(match.slots) - first_block)
+        wanted = np.flatnonzero(np.fromiter(map(BlockStatus.YOURS.__eq__, status), np.bool_, len(status)))
+        slots = pool.stage(space, len(wanted), rows.pick(wanted), writer=writer)
         for at in wanted[len(slots) :].tolist():
             status[at] = BlockStatus.REFUSED
         if len(slots) < len(wanted):
@@ -59,6 +65,7 @@ class Writes:
             deadline=clock() + self._parts.options.write_seconds,
             clock=clock,
             over=self._over,
+            writer=writer,
         )
         self._open[id(write)] = write
         return write
@@ -91,6 +98,11 @@ class Writes:
             if now > write.deadline and not write.quarantined:
                 write.expire()
                 self._drop(write.rows, len(write.slots), DropCause.DEADLINE)
+
+    def reap(self, alive: Callable[[int], bool]) -> None:
+        """Give back the slots of writers in other processes that have ended."""
+        for write in [write for write in self._open.values() if write.writer and not alive(write.writer)]:
+            write.abort()
 
     def _over(self, write: Write, rows: BlockRows | None) -> None:
         del self._open[id(write)]

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from kvstore.adopt import Adopted, adopt
 from kvstore.block import SlotArray, TierName
 from kvstore.evict.base import Evictor, Occupancy
+from kvstore.failpoints import Failpoint, Step, no_failpoint
 from kvstore.pool import BlockPool
 from kvstore.spec import NamespaceSpec
 from kvstore.tiers.base import Payload
 from kvstore.tiers.memory import MemoryTier, Offsets
 from kvstore.tiers.pool_file import PoolFile
+from kvstore.tiers.pool_format import DamagedError
+
+_log = logging.getLogger(__name__)
 
 
 class HostTier(MemoryTier):
-    """Blocks in the pool file, reachable as numpy views without a copy."""
+    """Blocks in the pool file, reachable as numpy views without a copy.
+
+    Those that a server which is gone left there are taken over, and not yet compared with their
+    payloads' checksums; ``adopted`` says what there is to see to. The clock must be the machine's
+    monotonic one for that: times in the file are compared with it.
+    """
 
     def __init__(
         self,
@@ -27,10 +39,19 @@ class HostTier(MemoryTier):
         extent_bytes: int,
         make_evictor: Callable[[Occupancy], Evictor],
         clock: Callable[[], float],
+        failpoint: Failpoint = no_failpoint,
     ) -> None:
-        self.file = PoolFile(path, pool_bytes, extent_bytes, epoch=1)
-        pool = BlockPool(self.file, make_evictor)
-        super().__init__(TierName.HOST, pool, _MappedCopies(self.file), clock)
+        self.file = PoolFile(path, pool_bytes, extent_bytes, failpoint)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.file.close)
+            pool = BlockPool(self.file, make_evictor)
+            super().__init__(TierName.HOST, pool, _MappedCopies(self.file), clock)
+            self.adopted = self._adopt(failpoint)
+            undo.pop_all()
+
+    def client_alive(self, number: int) -> bool:
+        """Whether the client of that number, or a child that it forked, can still write to the memory."""
+        return self.file.client_alive(number)
 
     def describe(self, spec: NamespaceSpec) -> None:
         """Record what a namespace is, so that the file can be read without this process."""
@@ -55,6 +76,23 @@ class HostTier(MemoryTier):
     def close(self) -> None:
         """Unlock the pool file, which stays. Its memory goes with this tier, whose tables are in it."""
         self.file.close()
+
+    def _adopt(self, failpoint: Failpoint) -> Adopted:
+        """Fill the pool with what the server before left, and log once what became of it."""
+        path, inherited, refused = self.file.path, self.file.inherited, self.file.refused
+        if inherited is None:
+            if refused is None:
+                return Adopted(reason="there was no pool file")
+            level = logging.WARNING if isinstance(refused, DamagedError) else logging.INFO
+            _log.log(level, "pool file %s is replaced by an empty one: %s", path, refused)
+            return Adopted(reason=f"the pool file was replaced: {refused}")
+        for extent, generation in inherited.generations.items():
+            self.pool.extents.continue_from(extent, generation)
+        adopted = adopt(self.pool, inherited.extents, inherited.names, self._clock(), failpoint)
+        failpoint(Step.ADOPTION_DONE)
+        level = logging.WARNING if adopted.damaged else logging.INFO
+        _log.log(level, "pool file %s: %s", path, adopted.reason)
+        return adopted
 
 
 class _MappedCopies:

@@ -33,7 +33,7 @@ class NullTier:
         return 0
 
     def status(self) -> TierStatus:
-        return TierStatus(healthy=True)
+        return TierStatus(healthy=True, reason="none is configured")
 
     def close(self) -> None:
         pass

@@ -2,12 +2,13 @@
 
 A pool file gets its name when it is complete and locked, by a hard link, which replaces nothing.
 Whoever wants the path of another pool file locks that inode, sees that the path still names it,
-and unlinks it. So of two servers that start at once one gets the path, the other is refused, and
+and keeps it or unlinks it. So of two servers that start at once one gets the path, the other is refused, and
 a process that still maps the old file keeps memory that is its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -15,13 +16,13 @@ from pathlib import Path
 
 from kvstore.errors import PoolError
 
+FILE_MODE = 0o600
 _ATTEMPTS = 16
-_MODE = 0o600
 _FIX = "move it away, or choose another pool_path"
 
 
-def make_way(path: Path, magic: bytes) -> None:
-    """Remove the pool file of a server that is gone; do nothing where there is no file.
+def take_stale(path: Path, magic: bytes) -> int | None:
+    """A locked descriptor of the file that a server that is gone left at ``path``; None where there is none.
 
     Raises PoolError, and leaves what is there alone, where that is no file of this user that is
     empty or starts with ``magic``, or where a server runs that has it locked.
@@ -31,17 +32,23 @@ def make_way(path: Path, magic: bytes) -> None:
             found = path.lstat()
             # Before it is opened: opening a FIFO or a device can have effects of its own.
             _require_own_file(path, found)
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            return
+            return None
         except OSError as error:
             raise PoolError(f"cannot open pool file {path}: {error.strerror}; {_FIX}") from error
-        try:
-            if _remove_stale(path, descriptor, magic):
-                return
-        finally:
-            os.close(descriptor)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, descriptor)
+            if _lock_stale(path, descriptor, magic):
+                undo.pop_all()
+                return descriptor
     raise _never_settles(path)
+
+
+def discard_stale(descriptor: int, path: Path) -> None:
+    """Remove a file that ``take_stale`` gave, and close it."""
+    remove(descriptor, path)
+    os.close(descriptor)
 
 
 def open_unnamed(path: Path) -> int:
@@ -50,13 +57,13 @@ def open_unnamed(path: Path) -> int:
     Unless it is published, it is gone once it is closed and unmapped.
     """
     try:
-        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
+        descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         raise PoolError(
             f"cannot make a pool file in {path.parent}: {error.strerror}; choose a pool_path on a tmpfs "
             "that this user may write"
         ) from error
-    os.fchmod(descriptor, _MODE)  # whatever the umask is
+    os.fchmod(descriptor, FILE_MODE)  # whatever the umask is
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
@@ -69,7 +76,10 @@ def publish(descriptor: int, path: Path, magic: bytes) -> None:
             # follows the link in /proc to the file.
             os.link(f"/proc/self/fd/{descriptor}", path.absolute(), src_dir_fd=descriptor)
         except FileExistsError:
-            make_way(path, magic)
+            # Of a server that came and went since.
+            stale = take_stale(path, magic)
+            if stale is not None:
+                discard_stale(stale, path)
         except OSError as error:
             raise PoolError(
                 f"cannot make pool file {path}: {error.strerror}; choose a pool_path that this user may write"
@@ -94,7 +104,7 @@ def unlock(descriptor: int) -> None:
 def check_room(path: Path, pool_bytes: int) -> None:
     """Raise PoolError where the file system has less room than the pool takes.
 
-    Called after ``make_way``, so a stale file's memory counts exactly if nobody maps it any more.
+    Called when a stale file is removed, so that its memory counts exactly if nobody maps it any more.
     """
     parent = path.parent
     system = os.statvfs(parent)
@@ -107,8 +117,8 @@ def check_room(path: Path, pool_bytes: int) -> None:
         )
 
 
-def _remove_stale(path: Path, descriptor: int, magic: bytes) -> bool:
-    """Unlink the open file; False where the path names another one by now."""
+def _lock_stale(path: Path, descriptor: int, magic: bytes) -> bool:
+    """Lock the open file; False where the path names another one by now."""
     opened = os.fstat(descriptor)
     _require_own_file(path, opened)
     start = os.pread(descriptor, len(magic), 0)
@@ -123,10 +133,7 @@ def _remove_stale(path: Path, descriptor: int, magic: bytes) -> bool:
         raise PoolError(
             f"pool file {path} is in use by another server; stop it, or give this one another pool_path"
         ) from error
-    if not _names(path, descriptor):
-        return False
-    path.unlink()
-    return True
+    return _names(path, descriptor)
 
 
 def _names(path: Path, descriptor: int) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 from kvstore.block import BlockRows, MissCause, TierName
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, TierMatch, TierStatus
+from kvstore.tiers.redis_cluster import EXPECTED_ERRORS, Cluster
 from kvstore.tiers.redis_commands import (
     Arrival,
     Outcome,
@@ -27,18 +28,20 @@ from kvstore.tiers.redis_commands import (
     refresh,
     store,
 )
-from kvstore.tiers.redis_connection import connections_to
+from kvstore.tiers.redis_connection import Address, ServerKind, read_url
+from kvstore.tiers.redis_exchange import Exchanges
 from kvstore.tiers.redis_node import Lane, Node
+from kvstore.tiers.redis_topology import OneServer, Topology
 from kvstore.tiers.redis_value import MAX_HEADER_BYTES, header_bytes
-from kvstore.tiers.redis_wire import Clock
+from kvstore.tiers.redis_wire import Clock, ErrorReply, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
     """How to reach Redis, and how to keep blocks there.
 
-    ``connections`` carry payloads; look-ups have one more to themselves. A key that is not read
-    for ``ttl_seconds`` expires.
+    ``connections`` to each server carry payloads; look-ups have one more to themselves. A key that is
+    not read for ``ttl_seconds`` expires.
     """
 
     url: str
@@ -65,21 +68,17 @@ class RedisOptions:
 
 
 class RedisTier:
-    """Blocks in one Redis or Valkey server. Thread-safe; every call may block until its deadline.
+    """Blocks in Redis or Valkey. Thread-safe; every call may block until its deadline.
 
-    Constructing it connects to nothing: the server may come, go and come back.
+    Constructing it connects to nothing: servers may come, go and come back.
     """
 
     def __init__(self, options: RedisOptions, clock: Clock) -> None:
         self._prefix = options.prefix
         self._ttl_ms = round(options.ttl_seconds * 1000)
         self._max_payload_bytes = options.max_payload_bytes
-        self._node = Node(
-            connections_to(options.url, clock, options.connect_timeout_seconds),
-            bulk_connections=options.connections,
-            connect_timeout_seconds=options.connect_timeout_seconds,
-            clock=clock,
-        )
+        self._topology = _topology_of(options, clock)
+        self._exchanges = Exchanges(self._topology)
 
     @property
     def name(self) -> TierName:
@@ -87,42 +86,37 @@ class RedisTier:
 
     def errors(self) -> Counter[str]:
         """What went wrong since the start, by kind: see ``Node.errors``."""
-        return self._node.errors()
+        return self._topology.errors()
+
+    def breakers(self) -> dict[str, bool]:
+        """Whether a node is given up for now, by its place."""
+        return self._topology.breakers()
 
     def match(self, rows: BlockRows, deadline: float) -> TierMatch:
         """The leading run whose keys exist; at the deadline, as much of it as is known."""
-        runs = [TierMatch(0, None)]
-        if not len(rows):
-            return runs[-1]
-        try:
-            with self._node.borrow(Lane.PROBE, deadline) as wire:
-                # What came before an error is kept: extend() takes each as it comes.
-                runs.extend(growing_match(wire, RowKeys(self._prefix, rows)))
-        except TimeoutError:
-            return TierMatch(runs[-1].blocks, MissCause.TIMEOUT)
-        except OSError:
-            return TierMatch(runs[-1].blocks, MissCause.UNAVAILABLE)
-        return runs[-1]
+        keys = RowKeys(self._prefix, rows)
+        run = TierMatch(0, None)
+        for run in growing_match(  # noqa: B007  the last one counts
+            lambda spans: self._exchanges.counts(keys, spans, deadline), keys.segments()
+        ):
+            pass
+        return run
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
         """See ``Tier.load``. Deletes what no reader can ever read, and renews the rest's time to live."""
         assert len(destinations) == len(rows), "one destination a block"
         keys = RowKeys(self._prefix, rows)
-        arrivals: list[Arrival] = []
-        outcomes: list[Outcome] = []
-        rest = MissCause.UNAVAILABLE
-        try:
-            with self._node.borrow(Lane.BULK, deadline) as wire:
-                arrivals.extend(fetch(wire, keys, destinations))
-                outcomes = judge(rows, destinations, arrivals)
-                refresh(wire, keys, outcomes, arrivals, self._ttl_ms)
-        except TimeoutError:
-            rest = MissCause.TIMEOUT
-        except OSError:
-            pass
-        if len(outcomes) < len(arrivals):
-            outcomes = judge(rows, destinations, arrivals)
-        return _load_result([*outcomes, *[rest] * (len(rows) - len(outcomes))])
+
+        def exchange(wire: Wire, blocks: Sequence[int], got: list[Outcome]) -> None:
+            targets = [destinations[block] for block in blocks]
+            arrivals: list[Arrival] = []
+            try:
+                arrivals.extend(fetch(wire, keys, blocks, targets))
+            finally:
+                got.extend(judge(rows, blocks, targets, arrivals))
+            refresh(wire, keys, blocks, list(zip(got, arrivals, strict=True)), self._ttl_ms)
+
+        return _load_result(self._exchanges.ask(Lane.BULK, _blocks_of(rows), deadline, exchange))
 
     def save(
         self,
@@ -131,33 +125,36 @@ class RedisTier:
         checksums: Sequence[int],
         deadline: float,
     ) -> list[SaveOutcome]:
-        """See ``Tier.save``. After a block that the server does not take, no more are offered."""
+        """See ``Tier.save``. After a block that a server does not take, no more are offered."""
         if not self._takes(rows, payloads):
             return [SaveOutcome.REFUSED] * len(rows)
-        keys = RowKeys(self._prefix, rows)
-        outcomes: list[SaveOutcome] = []
-        rest = SaveOutcome.UNAVAILABLE
-        try:
-            with self._node.borrow(Lane.BULK, deadline) as wire:
-                outcomes.extend(store(wire, keys, Values(rows, payloads, checksums), self._ttl_ms))
-                rest = next((outcome for outcome in outcomes if outcome is not SaveOutcome.STORED), rest)
-        except TimeoutError:
-            rest = SaveOutcome.TIMEOUT
-        except OSError:
-            pass
-        return outcomes + [rest] * (len(rows) - len(outcomes))
+        keys, values = RowKeys(self._prefix, rows), Values(rows, payloads, checksums)
+
+        def exchange(
+            wire: Wire, blocks: Sequence[int], got: list[SaveOutcome | ErrorReply | MissCause]
+        ) -> None:
+            got.extend(store(wire, keys, blocks, values, self._ttl_ms))
+            if len(got) < len(blocks):
+                refusal = next(each for each in got if isinstance(each, ErrorReply) and each.code != "ASK")
+                got.extend([refusal] * (len(blocks) - len(got)))
+
+        return list(map(_save_outcome, self._exchanges.ask(Lane.BULK, _blocks_of(rows), deadline, exchange)))
 
     def discard(self, rows: BlockRows, deadline: float) -> int:
         """Delete the blocks' keys; how many were there, none where the server did not say."""
-        with suppress(OSError), self._node.borrow(Lane.BULK, deadline) as wire:
-            return forget(wire, RowKeys(self._prefix, rows))
-        return 0
+        keys = RowKeys(self._prefix, rows)
+
+        def exchange(wire: Wire, blocks: Sequence[int], got: list[int | ErrorReply | MissCause]) -> None:
+            got.extend(forget(wire, keys, blocks))
+
+        answers = self._exchanges.ask(Lane.BULK, _blocks_of(rows), deadline, exchange)
+        return sum(answer for answer in answers if isinstance(answer, int))
 
     def status(self) -> TierStatus:
-        return self._node.status()
+        return self._topology.status()
 
     def close(self) -> None:
-        self._node.close()
+        self._topology.close()
 
     def _takes(self, rows: BlockRows, payloads: Iterable[Payload]) -> bool:
         assert rows.tokens is not None, "a save needs the tokens, to store them beside the payload"
@@ -165,8 +162,42 @@ class RedisTier:
         return fits and header_bytes(rows.tokens.shape[1]) <= MAX_HEADER_BYTES
 
 
+def _topology_of(options: RedisOptions, clock: Clock) -> Topology:
+    servers = read_url(options.url, clock, options.connect_timeout_seconds)
+
+    def open_node(address: Address | None, expected_errors: Set[str] = frozenset()) -> Node:
+        return Node(
+            partial(servers.connection, address),
+            bulk_connections=options.connections,
+            connect_timeout_seconds=options.connect_timeout_seconds,
+            clock=clock,
+            expected_errors=expected_errors,
+        )
+
+    if servers.kind is ServerKind.CLUSTER:
+        return Cluster(servers.addresses, partial(open_node, expected_errors=EXPECTED_ERRORS), clock)
+    return OneServer(open_node(None))
+
+
+def _blocks_of(rows: BlockRows) -> tuple[bytes, range]:
+    return rows.tags, range(len(rows))
+
+
 def _load_result(outcomes: Sequence[Outcome]) -> LoadResult:
-    return LoadResult(
-        causes=[outcome if isinstance(outcome, MissCause) else None for outcome in outcomes],
-        checksums=[0 if isinstance(outcome, MissCause) else outcome for outcome in outcomes],
-    )
+    causes = [
+        MissCause.UNAVAILABLE
+        if isinstance(outcome, ErrorReply)
+        else outcome
+        if isinstance(outcome, MissCause)
+        else None
+        for outcome in outcomes
+    ]
+    return LoadResult(causes, [outcome if isinstance(outcome, int) else 0 for outcome in outcomes])
+
+
+def _save_outcome(answer: SaveOutcome | ErrorReply | MissCause) -> SaveOutcome:
+    if isinstance(answer, SaveOutcome):
+        return answer
+    if isinstance(answer, ErrorReply):
+        return SaveOutcome.FULL if answer.code == "OOM" else SaveOutcome.UNAVAILABLE
+    return SaveOutcome.TIMEOUT if answer is MissCause.TIMEOUT else SaveOutcome.UNAVAILABLE

@@ -6,7 +6,7 @@ in step again when a function returns, and when a generator has been run to its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,12 +24,13 @@ from kvstore.tiers.redis_value import (
     verify_value,
     wrong_size,
 )
-from kvstore.tiers.redis_wire import ErrorReply, Reply, Wire, bulk_string, command
+from kvstore.tiers.redis_wire import ErrorReply, Reply, StreamError, Wire, bulk_string, command
 
 # Asked for and not yet read. Enough to keep the server busy while a reply is read; more would only
 # pile up in its memory and fall out of the caches before it is sent.
 _WINDOW_BYTES = 2 * 2**20
 _WINDOW_BLOCKS = 64
+_SPANS_AT_ONCE = 8
 _REFRESH_BELOW = 0.75
 
 Span = tuple[int, int]
@@ -40,88 +41,93 @@ class RowKeys:
     """The keys of some rows, as the server reads them."""
 
     def __init__(self, prefix: str, rows: BlockRows) -> None:
-        self._prefix = prefix
         self._rows = rows
-        self._lead_tag = b""
-        self._lead = ""
+        self._start = b""
+        if len(rows):
+            whole = bulk_string(block_key(prefix, rows, 0))
+            self._start = whole[: whole.index(b"{") + 1]
 
     def key(self, block: int) -> bytes:
         """One key as an argument of a command."""
-        return f"{self._lead_of(block)}{self._rows.hash_at(block).hex()}\r\n".encode()
+        return b"%b%b\r\n" % (self._lead(block), self._rows.hash_at(block).hex().encode())
 
-    def keys(self, span: Span) -> bytes:
-        """The keys of a span within one segment, joined."""
-        start, stop = span
-        lead = self._lead_of(start)
-        hashes = self._rows.hashes[start * HASH_BYTES : stop * HASH_BYTES].hex("|", HASH_BYTES)
-        return (lead + hashes.replace("|", f"\r\n{lead}") + "\r\n").encode()
-
-    def _lead_of(self, block: int) -> str:
-        """All that comes before the hash: the same for a whole segment."""
-        tag = self._rows.tag_at(block)
-        if tag != self._lead_tag:
-            argument = bulk_string(block_key(self._prefix, self._rows, block))
-            self._lead, self._lead_tag = argument.decode()[: -2 * HASH_BYTES - 2], tag
-        return self._lead
+    def tag(self, block: int) -> bytes:
+        """The segment that a block is in."""
+        return self._rows.tag_at(block)
 
     def segments(self) -> list[Span]:
         """The rows, cut where the segment tag changes: a command must not span two of them."""
-        if len(self._rows) == 0:
+        blocks = len(self._rows)
+        if blocks == 0:
             return []
-        tags = np.frombuffer(self._rows.tags, dtype=np.uint64).reshape(-1, 2)
-        cuts = np.flatnonzero((tags[1:] != tags[:-1]).any(axis=1)) + 1
-        edges = [0, *cuts.tolist(), len(self._rows)]
-        return list(pairwise(edges))
+        halves = np.frombuffer(self._rows.tags, dtype=np.uint64)
+        changes = np.flatnonzero(halves[2:] != halves[:-2])
+        cuts = sorted({change // 2 + 1 for change in changes.tolist()})
+        return list(pairwise([0, *cuts, blocks]))
 
     def variadic(self, name: bytes, span: Span) -> bytes:
         """A command over the keys of a span within one segment."""
         start, stop = span
-        return b"*%d\r\n" % (1 + stop - start) + bulk_string(name) + self.keys(span)
+        lead = self._lead(start)
+        hashes = self._rows.hashes[start * HASH_BYTES : stop * HASH_BYTES].hex("|", HASH_BYTES).encode()
+        keys = hashes.replace(b"|", b"\r\n" + lead)
+        return b"*%d\r\n%b%b%b\r\n" % (1 + stop - start, bulk_string(name), lead, keys)
+
+    def _lead(self, block: int) -> bytes:
+        """All that comes before the hash: the same for a whole segment."""
+        return b"%b%b}:" % (self._start, self._rows.tag_at(block).hex().encode())
 
 
-def growing_match(wire: Wire, keys: RowKeys) -> Iterator[TierMatch]:
+def count(wire: Wire, keys: RowKeys, spans: Sequence[Span]) -> Iterator[int | ErrorReply]:
+    """How many keys of each span exist. A span lies within one segment."""
+    for start in range(0, len(spans), _SPANS_AT_ONCE):
+        # The server looks these up while the next ones are put into words.
+        asked = spans[start : start + _SPANS_AT_ONCE]
+        wire.send([wire.preface + keys.variadic(b"EXISTS", span) for span in asked])
+    for _ in spans:
+        yield _number(wire.read_reply())
+
+
+Counts = Callable[[Sequence[Span]], Sequence[int | MissCause]]
+"""Answers for spans, each within one segment: how many of their keys exist, or why that is not known."""
+
+
+def growing_match(counts: Counts, segments: Sequence[Span]) -> Iterator[TierMatch]:
     """Leading runs that exist, none shorter than the one before; the cause of the last one is final.
 
     The first segment is asked for alone, so that a cold prompt costs one small command; then all
-    others in one round; then the first incomplete one is searched. Where the server answers with an
-    error the run ends as UNAVAILABLE.
+    others in one round; then the first incomplete one is searched.
     """
-    segments = keys.segments()
     for asked in (segments[:1], segments[1:]):
-        wire.send([keys.variadic(b"EXISTS", span) for span in asked])
-        incomplete: tuple[int, int | None] | None = None
-        for start, stop in asked:
-            count = _count(wire.read_reply())
-            if incomplete is None and (count is None or count < stop - start):
-                incomplete = (start, count)
-            if incomplete is None:
-                yield TierMatch(stop, None)
-        if incomplete is not None:
-            yield from _search(wire, keys, *incomplete)
+        if not asked:
             return
+        for (start, stop), present in zip(asked, counts(asked), strict=True):
+            if present != stop - start:
+                yield from _search(counts, start, present)
+                return
+            yield TierMatch(stop, None)
 
 
-def _search(wire: Wire, keys: RowKeys, start: int, present: int | None) -> Iterator[TierMatch]:
+def _search(counts: Counts, start: int, present: int | MissCause) -> Iterator[TierMatch]:
     """Longer and longer runs from ``start`` on, in a segment of whose keys only ``present`` exist.
 
     The first guess is that these are the first ones, since heads outlive tails; then bisection.
     """
-    if present is None:
-        yield TierMatch(start, MissCause.UNAVAILABLE)
+    if isinstance(present, MissCause):
+        yield TierMatch(start, present)
         return
     low, high = start, start + present
     guess = high
     while low < high:
-        wire.send([keys.variadic(b"EXISTS", (low, guess))])
-        count = _count(wire.read_reply())
-        if count is None:
-            yield TierMatch(low, MissCause.UNAVAILABLE)
+        (found,) = counts([(low, guess)])
+        if isinstance(found, MissCause):
+            yield TierMatch(low, found)
             return
-        if count == guess - low:
+        if found == guess - low:
             low = guess
             yield TierMatch(low, None)
         else:
-            high = min(guess - 1, low + count)
+            high = min(guess - 1, low + found)
         guess = (low + high + 1) // 2
     yield TierMatch(low, MissCause.COLD)
 
@@ -133,13 +139,15 @@ class Arrival(NamedTuple):
     that never expires, None where the server did not say.
     """
 
-    head: bytes | MissCause
+    head: bytes | MissCause | ErrorReply
     checksum: int
     ttl_ms: int | None
 
 
-def fetch(wire: Wire, keys: RowKeys, destinations: Sequence[Payload]) -> Iterator[Arrival]:
-    """Payloads of the rows, in order, into their destinations.
+def fetch(
+    wire: Wire, keys: RowKeys, blocks: Sequence[int], destinations: Sequence[Payload]
+) -> Iterator[Arrival]:
+    """Payloads of some blocks, in order, each into its destination.
 
     To compare them is left for later: the code for that would be out of the processor's caches
     after every payload, and the server would wait for it.
@@ -147,10 +155,12 @@ def fetch(wire: Wire, keys: RowKeys, destinations: Sequence[Payload]) -> Iterato
     scratch = memoryview(bytearray(MAX_HEADER_BYTES))
     ahead = _window_blocks(destinations)
     asked = 0
-    for block, destination in enumerate(destinations):
-        if asked - block <= ahead // 2 and asked < len(destinations):
-            upto = min(block + ahead, len(destinations))
-            wire.send([b"".join(_get_request(keys.key(i)) for i in range(asked, upto))])
+    request = b"%b*2\r\n$3\r\nGET\r\n%%b%b*2\r\n$4\r\nPTTL\r\n%%b" % (wire.preface, wire.preface)
+    for done, destination in enumerate(destinations):
+        if asked - done <= ahead // 2 and asked < len(destinations):
+            upto = min(done + ahead, len(destinations))
+            named = map(keys.key, blocks[asked:upto])
+            wire.send([b"".join(request % (key, key) for key in named)])
             asked = upto
         head, checksum = _fetch_one(wire, destination.data, scratch)
         ttl = wire.read_reply()
@@ -162,16 +172,14 @@ def _window_blocks(payloads: Sequence[Payload]) -> int:
     return min(max(2, _WINDOW_BYTES // max(1, largest)), _WINDOW_BLOCKS)
 
 
-def _get_request(key: bytes) -> bytes:
-    return b"*2\r\n$3\r\nGET\r\n%b*2\r\n$4\r\nPTTL\r\n%b" % (key, key)
-
-
-def _fetch_one(wire: Wire, destination: memoryview, scratch: memoryview) -> tuple[bytes | MissCause, int]:
+def _fetch_one(
+    wire: Wire, destination: memoryview, scratch: memoryview
+) -> tuple[bytes | MissCause | ErrorReply, int]:
     size = wire.read_bulk_size()
     if size is None:
         return MissCause.COLD, 0
     if isinstance(size, ErrorReply):
-        return (MissCause.CORRUPT if size.code == "WRONGTYPE" else MissCause.UNAVAILABLE), 0
+        return (MissCause.CORRUPT if size.code == "WRONGTYPE" else size), 0
     before = size - len(destination)
     if HEADER_ALIGNMENT <= before <= MAX_HEADER_BYTES:
         digest = xxhash.xxh3_64()
@@ -187,31 +195,31 @@ def _fetch_one(wire: Wire, destination: memoryview, scratch: memoryview) -> tupl
     return cause, 0
 
 
-Outcome = int | MissCause
+Outcome = int | MissCause | ErrorReply
 """The xxh3_64 of a payload that is the block's, or why it was not had."""
 
 
-def judge(rows: BlockRows, destinations: Sequence[Payload], arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """What became of each block that arrived."""
+def judge(
+    rows: BlockRows, blocks: Sequence[int], destinations: Sequence[Payload], arrivals: Sequence[Arrival]
+) -> list[Outcome]:
+    """What became of each block that arrived; ``arrivals`` may be shorter than ``blocks``."""
     return [
-        head
-        if isinstance(head, MissCause)
-        else verify_value(rows, block, head, destinations[block], checksum)
-        for block, (head, checksum, _) in enumerate(arrivals)
+        verify_value(rows, block, head, destination, checksum) if isinstance(head, bytes) else head
+        for block, destination, (head, checksum, _) in zip(blocks, destinations, arrivals, strict=False)
     ]
 
 
 def refresh(
-    wire: Wire, keys: RowKeys, outcomes: Sequence[Outcome], arrivals: Sequence[Arrival], ttl_ms: int
+    wire: Wire, keys: RowKeys, blocks: Sequence[int], found: Sequence[tuple[Outcome, Arrival]], ttl_ms: int
 ) -> None:
     """Renew what is past a quarter of its life, delete what nobody can read; wait for no answer."""
     commands = []
     expiry = bulk_string(b"%d" % ttl_ms)
-    for block, (outcome, arrival) in enumerate(zip(outcomes, arrivals, strict=True)):
+    for block, (outcome, arrival) in zip(blocks, found, strict=True):
         if outcome is MissCause.CORRUPT:
-            commands.append(b"*2\r\n$6\r\nUNLINK\r\n" + keys.key(block))
+            commands.append(b"%b*2\r\n$6\r\nUNLINK\r\n%b" % (wire.preface, keys.key(block)))
         elif isinstance(outcome, int) and _is_due(arrival.ttl_ms, ttl_ms):
-            commands.append(b"*3\r\n$7\r\nPEXPIRE\r\n" + keys.key(block) + expiry)
+            commands.append(b"%b*3\r\n$7\r\nPEXPIRE\r\n%b%b" % (wire.preface, keys.key(block), expiry))
     if commands:
         wire.send([b"".join(commands)])
         wire.owe(len(commands))
@@ -229,19 +237,24 @@ class Values(NamedTuple):
     checksums: Sequence[int]
 
 
-def store(wire: Wire, keys: RowKeys, values: Values, ttl_ms: int) -> Iterator[SaveOutcome]:
-    """Outcomes of the leading blocks, in order. After one that failed, no more are sent."""
-    blocks = len(values.rows)
-    batch_blocks = max(1, _window_blocks(values.payloads) // 2)
-    expiry = b"\r\n$2\r\nPX\r\n" + bulk_string(b"%d" % ttl_ms)
+def store(
+    wire: Wire, keys: RowKeys, blocks: Sequence[int], values: Values, ttl_ms: int
+) -> Iterator[SaveOutcome | ErrorReply]:
+    """STORED, or an error, for the leading ones of some blocks.
+
+    After an error no more are sent; only ASK says nothing about any other block.
+    """
+    payloads = [values.payloads[block] for block in blocks]
+    batch_blocks = max(1, _window_blocks(payloads) // 2)
+    ends = wire.preface, b"\r\n$2\r\nPX\r\n" + bulk_string(b"%d" % ttl_ms)
     unanswered = 0
-    for start in range(0, blocks, batch_blocks):
-        batch = range(start, min(start + batch_blocks, blocks))
-        wire.send([piece for block in batch for piece in _set_request(keys, values, block, expiry)])
+    for start in range(0, len(blocks), batch_blocks):
+        batch = blocks[start : start + batch_blocks]
+        wire.send([piece for block in batch for piece in _set_request(keys, values, block, ends)])
         # This batch keeps the server busy while the one before it is answered.
         failed = False
         for outcome in _save_outcomes(wire, unanswered):
-            failed = failed or outcome is not SaveOutcome.STORED
+            failed = failed or (isinstance(outcome, ErrorReply) and outcome.code != "ASK")
             yield outcome
         unanswered = len(batch)
         if failed:
@@ -249,31 +262,43 @@ def store(wire: Wire, keys: RowKeys, values: Values, ttl_ms: int) -> Iterator[Sa
     yield from _save_outcomes(wire, unanswered)
 
 
-def _set_request(keys: RowKeys, values: Values, block: int, expiry: bytes) -> Iterator[bytes | memoryview]:
+def _set_request(
+    keys: RowKeys, values: Values, block: int, ends: tuple[bytes, bytes]
+) -> Iterator[bytes | memoryview]:
     payload = values.payloads[block]
     header = pack_header(values.rows, block, len(payload), values.checksums[block])
     size = len(header) + len(payload)
-    yield b"*5\r\n$3\r\nSET\r\n%b$%d\r\n%b" % (keys.key(block), size, header)
+    yield b"%b*5\r\n$3\r\nSET\r\n%b$%d\r\n%b" % (ends[0], keys.key(block), size, header)
     yield payload.data
-    yield expiry
+    yield ends[1]
 
 
-def _save_outcomes(wire: Wire, blocks: int) -> Iterator[SaveOutcome]:
+def _save_outcomes(wire: Wire, blocks: int) -> Iterator[SaveOutcome | ErrorReply]:
     for _ in range(blocks):
         reply = wire.read_reply()
-        if reply == b"OK":
+        if isinstance(reply, ErrorReply):
+            yield reply
+        elif reply == b"OK":
             yield SaveOutcome.STORED
-        elif isinstance(reply, ErrorReply) and reply.code == "OOM":
-            yield SaveOutcome.FULL
         else:
-            yield SaveOutcome.UNAVAILABLE
+            raise StreamError(f"got {reply!r:.32}, expected OK; is this a Redis server?")
 
 
-def forget(wire: Wire, keys: RowKeys) -> int:
-    """Delete all keys; how many there were."""
-    segments = keys.segments()
-    wire.send([keys.variadic(b"UNLINK", span) for span in segments])
-    return sum(_count(wire.read_reply()) or 0 for _ in segments)
+def forget(wire: Wire, keys: RowKeys, blocks: Sequence[int]) -> Iterator[int | ErrorReply]:
+    """Delete some blocks' keys; 1 for each that there was."""
+    request = wire.preface + b"*2\r\n$6\r\nUNLINK\r\n%b"
+    wire.send([b"".join(request % keys.key(block) for block in blocks)])
+    for _ in blocks:
+        yield _number(wire.read_reply())
+
+
+def slot_ranges(wire: Wire) -> list[Reply] | ErrorReply:
+    """Which node of a Redis Cluster serves which hash slots, in the server's own words."""
+    wire.send([command(b"CLUSTER", b"SLOTS")])
+    reply = wire.read_reply()
+    if isinstance(reply, list | ErrorReply):
+        return reply
+    raise StreamError(f"got {reply!r:.32}, expected ranges of hash slots; is this a Redis server?")
 
 
 def memory_policy(wire: Wire) -> dict[str, str] | None:
@@ -286,6 +311,7 @@ def memory_policy(wire: Wire) -> dict[str, str] | None:
     return dict(zip(words[::2], words[1::2], strict=False))
 
 
-def _count(reply: Reply) -> int | None:
-    """A reply that is a number of keys; None where there is an error in its place."""
-    return reply if isinstance(reply, int) else None
+def _number(reply: Reply) -> int | ErrorReply:
+    if isinstance(reply, int | ErrorReply):
+        return reply
+    raise StreamError(f"got {reply!r:.32}, expected a number; is this a Redis server?")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from kvstore.tiers.redis_wire import Clock
 
@@ -15,25 +15,26 @@ QUIET_SECONDS = 60.0
 """An error reply is current until it has not been seen for so long; then it is news again."""
 
 _SEE_LOG = "the server's own log may say why"
-_NOT_A_CLUSTER = "this tier speaks to one server, not to a Redis Cluster: name one that is not part of it"
+_IN_A_CLUSTER = "it is one node of a Redis Cluster: write redis+cluster:// in redis_url"
 
 # Error codes that have a kind of their own, and what to do about them. The kinds are labels of a
 # metric, hence a closed set: all other codes are counted together.
 _ADVICE = {
-    "ASK": _NOT_A_CLUSTER,
-    "CLUSTERDOWN": _NOT_A_CLUSTER,
-    "CROSSSLOT": _NOT_A_CLUSTER,
+    "ASK": _IN_A_CLUSTER,
+    "CLUSTERDOWN": "its cluster has slots that no node serves: start the nodes that have them; set "
+    "cluster-require-full-coverage no to use the others meanwhile",
+    "CROSSSLOT": _IN_A_CLUSTER,
     "ERR": _SEE_LOG,
     "LOADING": "it is reading its data from disk and serves when that is done",
     "MASTERDOWN": "it is a replica that lost its primary: name the primary in redis_url",
     "MISCONF": "it cannot save to disk and refuses writes: free its disk, or turn saving off (save '')",
-    "MOVED": _NOT_A_CLUSTER,
+    "MOVED": _IN_A_CLUSTER,
     "NOAUTH": "it asks for a password: put user and password into redis_url",
     "NOPERM": "allow the user get, set, exists, pttl, pexpire and unlink on the keys of redis_prefix",
     "NOREPLICAS": "it has fewer replicas than min-replicas-to-write: start them, or lower that",
     "OOM": "it is full: set maxmemory-policy allkeys-lru, or raise maxmemory",
     "READONLY": "it is a replica: name the primary in redis_url",
-    "TRYAGAIN": _NOT_A_CLUSTER,
+    "TRYAGAIN": _IN_A_CLUSTER,
     "WRONGTYPE": "another program writes under the same keys: use a redis_prefix of its own",
 }
 _OTHER = "other"
@@ -41,11 +42,15 @@ _MOST_CODE_CHARACTERS = 32
 
 
 class ErrorLog:
-    """Thread-safe. ``place`` is what to call the server in a message."""
+    """Thread-safe. ``place`` is what to call the server in a message.
 
-    def __init__(self, place: str, clock: Clock) -> None:
+    Error replies with the codes ``expected`` are counted and never news.
+    """
+
+    def __init__(self, place: str, clock: Clock, expected: Set[str] = frozenset()) -> None:
         self._place = place
         self._clock = clock
+        self._expected = expected
         self._counts: Counter[str] = Counter()
         self._seen_at: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -70,6 +75,8 @@ class ErrorLog:
             for code in codes:
                 kind = code.lower() if code in _ADVICE else _OTHER
                 self._counts[kind] += 1
+                if code in self._expected:
+                    continue
                 if not self._is_current(kind, now):
                     news[kind] = code
                 self._seen_at[kind] = now

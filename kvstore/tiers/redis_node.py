@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from enum import Enum
 
@@ -17,6 +17,8 @@ from kvstore.tiers.redis_errors import ErrorLog
 from kvstore.tiers.redis_wire import Clock, StreamError, Wire
 
 logger = logging.getLogger(__name__)
+
+_RENEW_SECONDS = 0.5
 
 
 class Lane(Enum):
@@ -68,16 +70,19 @@ class Node:
         bulk_connections: int,
         connect_timeout_seconds: float,
         clock: Clock,
+        expected_errors: Set[str] = frozenset(),
     ) -> None:
+        """``expected_errors`` as in ``ErrorLog``."""
         self._new_connection = new_connection
         self._connect_timeout = connect_timeout_seconds
         self._clock = clock
         self._place = new_connection().place
         self._lanes = {Lane.PROBE: _Slots(1), Lane.BULK: _Slots(bulk_connections)}
         self._breaker = Breaker()
-        self._errors = ErrorLog(self._place, clock)
+        self._errors = ErrorLog(self._place, clock, expected_errors)
         self._last_error = ""
         self._policy_known = False
+        self._renewed_at = float("-inf")
         self._closed = False
         # Guards what is above; notified when somebody who waits in _take may have to look again.
         self._changed = threading.Condition()
@@ -89,6 +94,17 @@ class Node:
         code in lower case, such as oom or noperm, or other.
         """
         return self._errors.counts()
+
+    @property
+    def place(self) -> str:
+        """Where the server is, as it is logged."""
+        return self._place
+
+    @property
+    def given_up(self) -> bool:
+        """Whether calls fail at once, since the server did not answer."""
+        with self._changed:
+            return self._breaker.opened_at is not None
 
     def status(self) -> TierStatus:
         """Healthy while it answers, whatever it answers; then ``reason`` names its current errors."""
@@ -126,14 +142,27 @@ class Node:
         finally:
             self._give_back(slots, connection, intact=intact, is_probe=is_probe)
 
+    def renew(self) -> bool:
+        """Connect anew from now on, to whoever is found then; False when that was done a moment ago."""
+        with self._changed:
+            now = self._clock()
+            if now - self._renewed_at < _RENEW_SECONDS:
+                return False
+            self._renewed_at = now
+            self._shut_idle()
+        return True
+
     def close(self) -> None:
         """Refuse everybody from now on; connections that are lent out are closed as they come back."""
         with self._changed:
             self._closed = True
-            for slots in self._lanes.values():
-                while slots.idle:
-                    slots.idle.pop().shut()
+            self._shut_idle()
             self._changed.notify_all()
+
+    def _shut_idle(self) -> None:
+        for slots in self._lanes.values():
+            while slots.idle:
+                slots.idle.pop().shut()
 
     def _admit(self, deadline: float) -> bool:
         """Whether this call is the breaker's probe."""

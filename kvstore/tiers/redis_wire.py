@@ -75,18 +75,23 @@ class Wire:
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN | _HANGUP)
         sock.settimeout(None)
+        self._armed_seconds = float("-inf")
         self.begin(deadline)
 
     def begin(self, deadline: float) -> None:
-        """Start an exchange. ``replies`` and ``error_codes`` speak of it alone."""
+        """Start an exchange. ``replies`` and ``error_codes`` speak of it alone.
+
+        ``preface``, empty at first, is a command that whoever sends puts before each of its own; the
+        reply to it is read and dropped before each reply.
+        """
         self._deadline = deadline
-        self._armed_at = float("-inf")
+        self.preface = b""
         self.replies = 0
         self.error_codes: list[str] = []
 
     def owe(self, replies: int) -> None:
         """Leave this many replies for the next exchange to drop: nobody waits for them."""
-        self._owed += replies
+        self._owed += 2 * replies if self.preface else replies
 
     def is_fit(self) -> bool:
         """Whether a connection that lay idle is still open and in step. Does not wait."""
@@ -160,6 +165,8 @@ class Wire:
             size -= min(size, len(scratch))
 
     def _settle(self) -> None:
+        if self.preface:
+            self._owed += 1
         while self._owed:
             self._note(self._reply())
             self._owed -= 1
@@ -226,12 +233,12 @@ class Wire:
 
     def _arm(self) -> None:
         """Let the next system call wait no longer than the deadline."""
-        now = self._clock()
-        if now - self._armed_at < _REARM_SECONDS:
-            return
-        if now >= self._deadline:
+        left = self._deadline - self._clock()
+        if left <= 0:
             raise TimeoutError("the deadline passed before the server was done")
-        left = max(self._deadline - now, _SHORTEST_TIMEOUT_SECONDS)
+        if -_REARM_SECONDS < left - self._armed_seconds < _REARM_SECONDS:
+            return
+        self._armed_seconds = left = max(left, _SHORTEST_TIMEOUT_SECONDS)
         if self._encrypted:
             self._sock.settimeout(left)
         else:
@@ -240,7 +247,6 @@ class Wire:
             timeval = _TIMEVAL.pack(int(left), int(left % 1 * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-        self._armed_at = now
 
 
 def _drop_front(views: list[memoryview], count: int) -> None:

@@ -64,7 +64,7 @@ def test_a_block_of_its_own_tokens(rig: Rig) -> None:
     rig.write(chain_of("abcd"))
     assert ask(rig, "aBcd") == (1, MissCause.COLLISION)
     assert ask(rig, "abcd") == (4, None)
-    assert rig.store.lookup(chain_of("aBcd"), ask_redis=False).matched == 4
+    assert rig.store.lookup(chain_of("aBcd"), tiers={TierName.HOST}).matched == 4
 
 
 def test_a_writer_is_refused_from_there_on(rig: Rig) -> None:

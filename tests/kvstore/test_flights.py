@@ -286,11 +286,11 @@ class TestCounting:
         held.open()
         rig.write(make_chain(SPEC, "ab"))
         rig.settle()
-        found = rig.store.lookup(make_chain(SPEC, "abcdefgh"))
+        found = rig.store.lookup(make_chain(SPEC, "abcdefgh"), tiers=set(TierName))
         assert (found.matched, found.verified) == (24, 8)
         assert found.served == {TierName.HOST: 8, TierName.REDIS: 16}
         assert found.alone[TierName.REDIS] == 24
         redis.discard(make_chain(SPEC, "a").rows(WHOLE), 0.0)
-        found = rig.store.lookup(make_chain(SPEC, "abcdefgh"))
+        found = rig.store.lookup(make_chain(SPEC, "abcdefgh"), tiers=set(TierName))
         assert found.matched == 24, "redis lost the head, which is here, and has the rest"
         assert found.alone[TierName.REDIS] == 0

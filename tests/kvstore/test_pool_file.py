@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgpack
 import numpy as np
 import pytest
 import xxhash
@@ -16,18 +18,10 @@ import xxhash
 from kvstore.block import WHOLE
 from kvstore.errors import PoolError
 from kvstore.table import SlotState, Table
-from kvstore.tiers.pool_file import (
-    HEADER,
-    HEADER_BYTES,
-    MAGIC,
-    NAMES_BYTES,
-    RECORD,
-    RECORD_BYTES,
-    VERSION,
-    PoolFile,
-)
+from kvstore.tiers.pool_file import PoolFile
+from kvstore.tiers.pool_format import NAMES_BYTES, decode_header, decode_names, decode_record
 from kvstore.tiers.pool_place import check_room
-from tests.support.pool_processes import run, start
+from tests.support.pool_processes import OPEN, REPOSITORY, run, start
 from tests.support.stores import (
     FakeClock,
     RigOptions,
@@ -64,43 +58,27 @@ store.check()
 
 
 class Reader:
-    """What the file says to somebody who knows only its layout."""
+    """What the file says to somebody who has only a copy of it."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = np.fromfile(path, dtype=np.uint8)
-        magic, version, _, self.extents, self.extent_bytes, self.namespaces, _, self.epoch = (
-            HEADER.unpack_from(self.bytes.data)
-        )
-        assert (magic, version) == (MAGIC, VERSION)
-        self._check(0, HEADER.size)
-        self.names_at = HEADER_BYTES + self.extents * RECORD_BYTES
-        self.data_at = len(self.bytes) - self.extents * self.extent_bytes
-        assert self.data_at % (2 << 20) == 0
-
-    def _check(self, start: int, size: int) -> None:
-        stored = int.from_bytes(self.bytes[start + size : start + size + 8].tobytes(), "little")
-        assert stored == xxhash.xxh3_64_intdigest(self.bytes[start : start + size].tobytes())
+        self.geometry = decode_header(self.bytes[:64].tobytes())
+        assert len(self.bytes) == self.geometry.file_bytes
 
     def names(self) -> list[dict[str, object]]:
-        names, at = [], self.names_at
-        for _ in range(self.namespaces):
-            size = int.from_bytes(self.bytes[at : at + 4].tobytes(), "little")
-            self._check(at + 4, size)
-            names.append(msgpack.unpackb(self.bytes[at + 4 : at + 4 + size].tobytes()))
-            at += 4 + size + 8
-        return names
+        return decode_names(self.bytes[self.geometry.names_at : self.geometry.data_at])[0]
 
     def tables(self) -> list[tuple[Table, int, int]]:
         """(table, first slot's offset, slot bytes) of every extent that is laid out."""
         tables = []
-        for extent in range(self.extents):
-            at = HEADER_BYTES + extent * RECORD_BYTES
-            generation, slot_bytes, data_offset, block_size, rows = RECORD.unpack_from(self.bytes.data, at)
-            if generation:
-                self._check(at, RECORD.size)
-                start = self.data_at + extent * self.extent_bytes
-                table = Table(self.bytes[start : start + self.extent_bytes], rows, block_size)
-                tables.append((table, self.data_at + data_offset, slot_bytes))
+        for extent in range(self.geometry.extents):
+            at = self.geometry.record_at(extent)
+            record = decode_record(self.bytes[at : at + 64].tobytes())
+            if record is not None:
+                assert record.fits(self.geometry, extent)
+                start = self.geometry.data_at + extent * self.geometry.extent_bytes
+                table = Table(self.bytes[start:], record.rows, record.block_size)
+                tables.append((table, self.geometry.data_at + record.data_offset, record.slot_bytes))
         return tables
 
 
@@ -236,6 +214,69 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         script += FILL + "print(host.pool.usage().reserved)"
         assert run(script, folder / "pool") == str(3 * EXTENT_BYTES)
 
+    def test_a_file_system_that_is_full_costs_the_pool_its_growth_and_nothing_else(
+        self, folder: Path
+    ) -> None:
+        """On a tmpfs of its own, which others fill up after the server has started. Nobody dies of SIGBUS."""
+        script = (
+            OPEN
+            + """
+store = TieredStore(Tiers(host), clock=lambda: 1.0)
+spec = NamespaceSpec(Namespace("m", "w", "bfloat16", "l", 4, KVShape(2, 2, 2, 8)), 1024)
+store.register(spec)
+with store.write(Chain.of(spec.root, np.arange(9000, 9080))) as write:
+    pass
+filler = os.open(path.with_name("filler"), os.O_CREAT | os.O_WRONLY)
+try:
+    while True:
+        os.write(filler, bytes(4096))
+except OSError:
+    pass
+print(host.file.allocate(1), host.file.reserve(1))
+"""
+            + FILL
+            + """
+os.ftruncate(filler, 0)
+before = host.pool.usage().reserved
+with store.write(Chain.of(spec.root, np.arange(2000, 2400))) as write:
+    pass
+print(before, host.pool.usage().reserved > before)
+"""
+        )
+        mount = (
+            f"mount -t tmpfs -o size=8m tmpfs {folder} && exec {sys.executable} -c '{script}' {folder}/pool"
+        )
+        alone = ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else []), "sh", "-c"]
+        if subprocess.run([*alone, f"mount -t tmpfs tmpfs {folder}"], capture_output=True).returncode:
+            pytest.skip("this user may not mount a tmpfs, not even in a namespace of its own")
+        output = subprocess.run(
+            [*alone, mount], capture_output=True, text=True, cwd=REPOSITORY, check=True
+        ).stdout
+        assert output.split() == ["False", "False", str(EXTENT_BYTES), "True"]
+
+    def test_a_thread_may_allocate_ahead_while_the_owner_works(self) -> None:
+        with make_rig(FakeClock(), [(SPEC, (WHOLE,))], RigOptions(8)) as rig:
+            file, extents = rig.host.file, rig.host.pool.extents
+            rig.write(make_chain(SPEC, "a"))
+            ahead = extents.unreserved()
+            assert ahead == [1, 2, 3, 4, 5, 6, 7]
+            before = file.path.stat().st_blocks * 512
+            thread = threading.Thread(target=lambda: [file.allocate(number) for number in ahead])
+            thread.start()
+            for number in range(20):
+                rig.write(make_chain(SPEC, chr(0x4E00 + number) + "bcdefghijklmnop"))
+            thread.join()
+            assert file.path.stat().st_blocks * 512 - before == 7 * EXTENT_BYTES
+            assert all(file.reserve(number) for number in extents.unreserved())
+            assert len(extents.unreserved()) < 7
+            rig.store.check()
+
+    def test_nothing_is_allocated_after_the_end(self, folder: Path) -> None:
+        """A descriptor that is closed may be somebody else's next."""
+        file = PoolFile(folder / "pool", 2 * EXTENT_BYTES, EXTENT_BYTES)
+        file.close()
+        assert not file.allocate(0)
+
     def test_memory_that_cannot_be_mapped_is_given_back(self, folder: Path) -> None:
         """The kernel answers ENOMEM for a hole in the mapping, as for page tables it has no memory for."""
         script = """
@@ -269,11 +310,9 @@ except PoolError as error:
         assert output.endswith("False")
 
     def test_there_is_room_for_thousands_of_namespaces_and_no_more(self, folder: Path) -> None:
-        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES, epoch=1)
+        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES)
         name_many(file, range(10_000))
-        with pytest.raises(
-            PoolError, match=r"describes \d+ namespaces and has room for no more; restart with"
-        ):
+        with pytest.raises(PoolError, match=r"describes \d+ namespaces and has room for no more; stop the"):
             name_many(file, range(10_000, NAMES_BYTES))
         assert file.namespace_id((7).to_bytes(16, "big")) == 8
         assert Reader(folder / "pool").names()[7] == {"namespace": (7).to_bytes(16, "big")}
@@ -292,7 +331,7 @@ def is_mapped(inode: int) -> bool:
 
 class TestEnd:
     def test_memory_goes_with_the_last_view_of_it(self, folder: Path) -> None:
-        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES, epoch=1)
+        file = PoolFile(folder / "pool", EXTENT_BYTES, EXTENT_BYTES)
         inode = file.path.stat().st_ino
         assert file.reserve(0)
         view = file.data[:10]

@@ -19,17 +19,16 @@ from tests.support.stores import FakeClock, make_chain, make_rig, make_spec
 EXTENTS, EXTENT_BYTES = 4, 64 << 10
 RECORDS_AT = 4096
 NAMES_AT = RECORDS_AT + EXTENTS * 64
-DATA_AT = 2 << 20
+DATA_AT = 6 << 20
 
 HEADER = (
     "504b56504f4f4c00"  # PKVPOOL
-    "0100" "0000"  # version, zero
+    "0200" "0000"  # version, zero
     "04000000"  # extents
     "0000010000000000"  # bytes of one
-    "02000000" "00000000"  # namespaces, zero
-    "0100000000000000"  # epoch
-    "c983aa19274cfac5"  # xxh3_64 of all that precedes
+    "291c8ae6277601ed"  # xxh3_64 of all that precedes
 )  # fmt: skip
+EPOCH = slice(32, 40)
 
 SMALL, LARGE = "3b69aa9272b0fec581c7180c75a2b8e8", "754b59e478832d149d3a09659c55e293"
 
@@ -40,7 +39,7 @@ def columns(block_size: int) -> Iterator[tuple[str, str]]:
     yield from (("hash", "16s"), ("parent", "16s"), ("tag", "16s"))
     yield from (("fingerprint", "Q"), ("shard", "Q"), ("checksum", "Q"), ("identity", "Q"))
     yield from (("stored_at", "d"), ("used_at", "d"), ("lease_until", "d"))
-    yield from (("namespace", "I"), ("index", "I"), ("reads", "I"))
+    yield from (("namespace", "I"), ("index", "I"), ("reads", "I"), ("writer", "I"))
     yield "tokens", f"{block_size}I"
     yield from (("state", "B"), ("checked", "B"))
 
@@ -78,13 +77,14 @@ def file() -> bytes:
 
 
 def test_header(file: bytes) -> None:
-    assert file[:48].hex() == HEADER
-    assert file[48:RECORDS_AT] == bytes(RECORDS_AT - 48)
+    assert file[: EPOCH.start].hex() == HEADER
+    assert 0 < int.from_bytes(file[EPOCH], "little") < 1 << 63
+    assert file[EPOCH.stop : RECORDS_AT] == bytes(RECORDS_AT - EPOCH.stop)
     assert len(file) == DATA_AT + EXTENTS * EXTENT_BYTES
 
 
 def test_extent_records(file: bytes) -> None:
-    assert read_record(file, 0) == (1, 1024, 8192, 4, 56)
+    assert read_record(file, 0) == (1, 1024, 8192, 4, 52)
     assert read_record(file, 1) == (1, 4096, EXTENT_BYTES + 4096, 8, 15)
     rest = RECORDS_AT + 2 * 64
     assert file[rest:NAMES_AT] == bytes(NAMES_AT - rest), "extents that are not laid out"
@@ -112,7 +112,13 @@ def test_names(file: bytes) -> None:
 
 
 def test_table_rows(file: bytes) -> None:
-    published = {"generation": 2, "shard": 0x0001_0000_0001_0000, "lease_until": 0.0, "reads": 0}
+    published = {
+        "generation": 1 << 32 | 2,
+        "shard": 0x0001_0000_0001_0000,
+        "writer": 0,
+        "lease_until": 0.0,
+        "reads": 0,
+    }
     published |= {"state": 2, "checked": 1}
     second_of_small = {
         "hash": "e5c5ac11f6ef748e56b12f8ef250e7c0",
@@ -140,10 +146,10 @@ def test_table_rows(file: bytes) -> None:
         "index": 0,
         "tokens": (99,) * 8,
     }
-    assert read_row(file, 0, 56, 4, 1) == published | second_of_small
+    assert read_row(file, 0, 52, 4, 1) == published | second_of_small
     assert read_row(file, 1, 15, 8, 0) == published | first_of_large
-    assert read_row(file, 0, 56, 4, 2)["state"] == 0
-    assert read_row(file, 0, 56, 4, 2)["generation"] == 1
+    assert read_row(file, 0, 52, 4, 2)["state"] == 0
+    assert read_row(file, 0, 52, 4, 2)["generation"] == 1 << 32 | 1
 
 
 def test_payloads(file: bytes) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import PoolError
-from kvstore.tiers.pool_file import MAGIC, PoolFile
+from kvstore.tiers.pool_file import PoolFile
+from kvstore.tiers.pool_format import MAGIC
 from tests.support.pool_processes import run, start
 from tests.support.stores import FakeClock, make_host, pool_folder
 
@@ -28,7 +29,7 @@ def folder() -> Iterator[Path]:
 
 
 def open_pool(path: Path) -> PoolFile:
-    return PoolFile(path, EXTENT_BYTES, EXTENT_BYTES, epoch=1)
+    return PoolFile(path, EXTENT_BYTES, EXTENT_BYTES)
 
 
 class TestNextServer:

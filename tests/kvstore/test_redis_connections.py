@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -20,37 +20,62 @@ import redis
 from kvstore.block import MissCause
 from kvstore.config import mask_url
 from kvstore.errors import ConfigError, TierError
-from kvstore.tiers.base import SaveOutcome, TierMatch
+from kvstore.tiers.base import SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_embedded import EmbeddedRedis, find_server
-from tests.support.proxy import Behaviour, Proxy
-from tests.support.redis_store import Store, assert_loads, payloads_of, rows_of
+from tests.support.redis_store import Store, assert_loads, opened, payloads_of, rows_of
+from tests.support.redis_ways import (
+    NEEDED_COMMANDS,
+    Way,
+    shared_acl,
+    shared_cluster,
+    shared_sentinel,
+    shared_tls,
+    shared_unix,
+)
 from tests.support.valkey import ValkeyServer, eventually, shared_valkey, start_valkey, valkey
 
-__all__ = ["shared_valkey", "start_valkey", "valkey"]
+__all__ = [
+    "shared_acl",
+    "shared_cluster",
+    "shared_sentinel",
+    "shared_tls",
+    "shared_unix",
+    "shared_valkey",
+    "start_valkey",
+    "valkey",
+]
 
 pytestmark = pytest.mark.redis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def assert_serves(url: str, server: ValkeyServer) -> None:
+def connecting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("connect")]
+
+
+def assert_serves(url: str) -> None:
     """Blocks small and larger than any buffer go there and back."""
-    store = Store(RedisTier(RedisOptions(url), time.monotonic), server)
-    for size in (100, 3_000_000):
-        rows, payloads = rows_of(4, first_token=size), payloads_of(4, size)
-        assert store.save(rows, payloads) == [SaveOutcome.STORED] * 4
-        assert store.match(rows) == 4
-        assert_loads(store, rows, payloads)
-        assert store.tier.discard(rows.slice(1, 2), time.monotonic() + 5) == 1
-        assert store.load(rows, size)[0].causes == [None, MissCause.COLD, None, None]
-    assert store.tier.errors() == {}
-    store.tier.close()
+    with opened(None, url) as store:
+        for size in (100, 3_000_000):
+            rows, payloads = rows_of(4, first_token=size), payloads_of(4, size)
+            assert store.save(rows, payloads) == [SaveOutcome.STORED] * 4
+            assert store.match(rows) == 4
+            assert_loads(store, rows, payloads)
+            assert store.tier.discard(rows.slice(1, 2), time.monotonic() + 5) == 1
+            assert store.load(rows, size)[0].causes == [None, MissCause.COLD, None, None]
+        assert store.tier.errors() == {}
+        assert set(store.tier.breakers().values()) == {False}
+        assert store.tier.status() == TierStatus(healthy=True)
 
 
-def test_unix_socket(start_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> None:
-    path = tmp_path / "redis.sock"
-    assert_serves(f"unix://{path}?db=2", start_valkey(unixsocket=str(path)))
+@pytest.mark.parametrize("way", ["unix", "tls", "acl", "sentinel", "cluster"])
+def test_blocks_of_any_size_by_every_way(request: pytest.FixtureRequest, way: str) -> None:
+    """LMCache PR #5162: a topology that was advertised had never worked."""
+    servers = request.getfixturevalue(f"shared_{way}")
+    servers.clear()
+    assert_serves(servers.url)
 
 
 def test_user_password_and_database(start_valkey: Callable[..., ValkeyServer]) -> None:
@@ -58,7 +83,7 @@ def test_user_password_and_database(start_valkey: Callable[..., ValkeyServer]) -
     server.client.acl_setuser(
         "kv", enabled=True, passwords=["+p@ss:/?word"], categories=["+@all"], keys=["*"]
     )
-    assert_serves(server.url_of("kv:p%40ss%3A%2F%3Fword", database=3), server)
+    assert_serves(server.url_of("kv:p%40ss%3A%2F%3Fword", database=3))
     assert server.client.info("keyspace").keys() == {"db3"}
 
 
@@ -67,35 +92,31 @@ def test_a_user_that_may_do_no_more_than_needed(
 ) -> None:
     """What the server does not let us ask, such as its maxmemory, is unknown and no error."""
     server = start_valkey(maxmemory="0")
-    needed = ["+get", "+set", "+exists", "+pttl", "+pexpire", "+unlink"]
-    server.client.acl_setuser("kv", enabled=True, passwords=["+pw"], commands=needed, keys=["kv:*"])
-    assert_serves(server.url_of("kv:pw"), server)
+    server.client.acl_setuser("kv", enabled=True, passwords=["+pw"], commands=NEEDED_COMMANDS, keys=["kv:*"])
+    assert_serves(server.url_of("kv:pw"))
     assert caplog.records == []
 
 
-def test_tls_with_a_private_ca(valkey: ValkeyServer, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(["openssl", *request.split(), *names], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with Proxy(valkey.port, Behaviour(tls=context)) as proxy:
-        assert_serves(f"rediss://127.0.0.1:{proxy.port}?ssl_ca_certs={certificate}", valkey)
-        untrusting = RedisTier(RedisOptions(f"rediss://127.0.0.1:{proxy.port}"), time.monotonic)
-        unavailable = TierMatch(0, MissCause.UNAVAILABLE)
-        assert untrusting.match(rows_of(1), time.monotonic() + 5) == unavailable
-        assert untrusting.errors() == {"connection": 1}
-        untrusting.close()
+@pytest.mark.parametrize("without", ["ssl_ca_certs", ("ssl_certfile", "ssl_keyfile")], ids=str)
+def test_tls_that_one_side_does_not_trust_is_an_outage(
+    shared_tls: Way, without: str | tuple[str, ...]
+) -> None:
+    parts = urlsplit(shared_tls.url)
+    settings = [each for each in parts.query.split("&") if not each.startswith(without)]
+    with opened(None, parts._replace(query="&".join(settings)).geturl()) as store:
+        assert store.find(rows_of(1)) == TierMatch(0, MissCause.UNAVAILABLE)
+        assert store.tier.errors() == {"connection": 1}
 
 
-def test_tls_to_a_server_that_stalls_ends_at_the_deadline(valkey: ValkeyServer) -> None:
+def test_tls_to_a_server_that_stalls_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        tier = RedisTier(RedisOptions(f"rediss://127.0.0.1:{silent.getsockname()[1]}"), time.monotonic)
+        url = f"rediss://127.0.0.1:{silent.getsockname()[1]}"
+        tier = RedisTier(RedisOptions(url, connect_timeout_seconds=0.3), time.monotonic)
         begun = time.monotonic()
         assert tier.match(rows_of(1), begun + 0.05) == TierMatch(0, MissCause.TIMEOUT)
         assert time.monotonic() - begun < 0.1
         tier.close()
+        assert eventually(lambda: not connecting())
 
 
 @pytest.mark.parametrize(
@@ -112,6 +133,16 @@ def test_tls_to_a_server_that_stalls_ends_at_the_deadline(valkey: ValkeyServer) 
         "redis://127.0.0.1:port?password=hunter2",
         "rediss://127.0.0.1:port?ssl_password=hunter2",
         "redis://user:hunter2/3@127.0.0.1",
+        "rediss://127.0.0.1?ssl_keyfile=key.pem",
+        "redis+sentinel://127.0.0.1:26379",
+        "redis+sentinel://user:hunter2@127.0.0.1:port/service",
+        "redis+sentinel://127.0.0.1/service?no_such_option=1",
+        "redis+cluster://127.0.0.1,127.0.0.1:port",
+        "redis+cluster://127.0.0.1,,127.0.0.2",
+        "redis+cluster://127.0.0.1?db=1",
+        "redis+cluster://127.0.0.1/1",
+        "redis+fleet://127.0.0.1",
+        "unix+cluster:///path",
     ],
 )
 def test_a_malformed_url_is_an_error_without_its_password(url: str) -> None:
@@ -158,7 +189,7 @@ def test_closed_it_refuses_and_leaves_nothing_open(valkey: ValkeyServer) -> None
     assert store.load(rows, 10)[0].causes == [MissCause.UNAVAILABLE] * 2
     assert not tier.status().healthy
     assert tier.errors() == {}
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("connect")]
+    assert not connecting()
 
 
 def is_alive(pid: int) -> bool:

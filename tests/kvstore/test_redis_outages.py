@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_embedded import EmbeddedRedis
 from tests.support.proxy import Behaviour, Fault, Proxy
 from tests.support.redis_store import Store, assert_loads, logged, opened, payloads_of, rows_of
+from tests.support.redis_traffic import LATE_SECONDS, Timed, Traffic
 from tests.support.valkey import ValkeyServer, eventually, shared_valkey, start_valkey, valkey
 
 __all__ = ["shared_valkey", "start_valkey", "valkey"]
@@ -26,19 +26,6 @@ pytestmark = pytest.mark.redis
 
 SIZE = 100_000
 BLOCKS = 10
-LATE_SECONDS = 0.05
-"""How late an answer may be on a busy machine; the tier itself promises a few milliseconds."""
-
-
-class Timed:
-    """Seconds spent in the block."""
-
-    def __enter__(self) -> Timed:
-        self._begun = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = time.monotonic() - self._begun
 
 
 def causes(store: Store, rows: BlockRows, seconds: float = 5.0) -> list[MissCause | None]:
@@ -253,41 +240,21 @@ def test_a_server_with_too_many_clients_is_an_outage_that_ends(
 
 def test_a_mixture_of_everything_never_yields_a_wrong_byte(start_valkey: Callable[..., ValkeyServer]) -> None:
     rows, payloads = rows_of(BLOCKS), payloads_of(BLOCKS, SIZE)
-    stop, seen = threading.Event(), Counter[str]()
-
-    def work(store: Store) -> None:
-        while not stop.is_set():
-            store.tier.save(rows, payloads, [xxhash.xxh3_64_intdigest(p.data) for p in payloads], deadline())
-            destinations = [np.zeros(SIZE, dtype=np.uint8) for _ in range(BLOCKS)]
-            with Timed() as timed:
-                result = store.tier.load(rows, destinations, deadline())
-            assert timed.seconds < 0.2 + LATE_SECONDS
-            for cause, destination, payload in zip(result.causes, destinations, payloads, strict=True):
-                assert cause is not None or np.array_equal(destination, payload)
-                seen[str(cause)] += 1
-
-    def deadline() -> float:
-        return time.monotonic() + 0.2
-
     with opened(start_valkey()) as store:
-        workers = [threading.Thread(target=work, args=(store,)) for _ in range(3)]
-        for worker in workers:
-            worker.start()
-        for _ in range(2):
-            time.sleep(0.1)
-            store.server.client.client_kill_filter(_type="normal", skipme=True)
-            store.server.client.flushall()
-            time.sleep(0.1)
-            store.server.stop()
-            time.sleep(0.1)
-            store.server.resume()
-            time.sleep(0.1)
-            store.server.kill()
-            store.server.restart()
-        recovered = eventually(lambda: store.match(rows) == BLOCKS)
-        stop.set()
-        for worker in workers:
-            worker.join()
+        with Traffic(store.tier, rows, payloads, threads=3) as traffic:
+            for _ in range(2):
+                time.sleep(0.1)
+                store.server.client.client_kill_filter(_type="normal", skipme=True)
+                store.server.client.flushall()
+                time.sleep(0.1)
+                store.server.stop()
+                time.sleep(0.1)
+                store.server.resume()
+                time.sleep(0.1)
+                store.server.kill()
+                store.server.restart()
+            recovered = eventually(lambda: store.match(rows) == BLOCKS)
         assert recovered
-        assert seen["None"] > 0
+        assert traffic.wrong == []
+        assert traffic.causes["None"] > 0
         assert_loads(store, rows, payloads)

@@ -13,6 +13,7 @@ from kvstore.block import MissCause, TierName
 from kvstore.tiers.base import LoadResult, SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.null import NullTier
+from tests.support.redis_ways import shared_acl, shared_cluster, shared_sentinel, shared_tls, shared_unix
 from tests.support.stores import (
     SPLIT,
     make_chain,
@@ -25,7 +26,15 @@ from tests.support.stores import (
 from tests.support.tier_cases import CASES, SPEC, Case, checksum, flip_in_memory, rows_of, soon
 from tests.support.valkey import shared_redis, shared_valkey
 
-__all__ = ["shared_redis", "shared_valkey"]
+__all__ = [
+    "shared_acl",
+    "shared_cluster",
+    "shared_redis",
+    "shared_sentinel",
+    "shared_tls",
+    "shared_unix",
+    "shared_valkey",
+]
 
 LONG = 300
 """Blocks of a prompt that spans three segments."""
@@ -302,6 +311,6 @@ def test_the_null_tier_holds_nothing() -> None:
     assert tier.match(rows.slice(0, 0), soon()) == TierMatch(0, None)
     assert tier.load(rows, payloads_of(rows), soon()) == LoadResult([MissCause.COLD] * 2, [0, 0])
     assert tier.discard(rows, soon()) == 0
-    assert tier.status() == TierStatus(healthy=True)
+    assert tier.status() == TierStatus(healthy=True, reason="none is configured")
     tier.close()
     tier.close()

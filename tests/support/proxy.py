@@ -1,9 +1,8 @@
-"""A proxy before a real server, that delays, cuts off or encrypts what the server says."""
+"""A proxy before a real server, that delays or cuts off what the server says."""
 
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from contextlib import suppress
@@ -29,7 +28,6 @@ class Behaviour:
     piece_bytes: int = 65536
     bytes_before_fault: int | None = None
     fault: Fault = Fault.CLOSE
-    tls: ssl.SSLContext | None = None
 
 
 class Proxy:
@@ -63,8 +61,6 @@ class Proxy:
         while True:
             try:
                 client, _ = self._listener.accept()
-                if self.behaviour.tls is not None:
-                    client = self.behaviour.tls.wrap_socket(client, server_side=True)
             except OSError:
                 return
             server = socket.create_connection(("127.0.0.1", self._target_port))

@@ -32,11 +32,16 @@ def payloads_of(blocks: int, size: int, seed: int = 0) -> list[Payload]:
 
 
 class Store:
-    """A tier with five seconds for everything, and its server."""
+    """A tier with five seconds for everything, and its server where that is a single one."""
 
-    def __init__(self, tier: RedisTier, server: ValkeyServer) -> None:
+    def __init__(self, tier: RedisTier, server: ValkeyServer | None) -> None:
         self.tier = tier
-        self.server = server
+        self._server = server
+
+    @property
+    def server(self) -> ValkeyServer:
+        assert self._server is not None
+        return self._server
 
     def save(self, rows: BlockRows, payloads: list[Payload]) -> list[SaveOutcome]:
         checksums = [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
@@ -57,10 +62,12 @@ class Store:
 
 
 @contextmanager
-def opened(server: ValkeyServer, url: str = "", connections: int = 2) -> Iterator[Store]:
-    """A tier on the server, or on what stands before it at ``url``."""
-    options = RedisOptions(url or server.url, connections=connections)
-    store = Store(RedisTier(options, time.monotonic), server)
+def opened(server: ValkeyServer | None, url: str = "", connections: int = 2) -> Iterator[Store]:
+    """A tier on the server, or on what there is at ``url``."""
+    if not url:
+        assert server is not None
+        url = server.url
+    store = Store(RedisTier(RedisOptions(url, connections=connections), time.monotonic), server)
     yield store
     store.tier.close()
 

@@ -141,7 +141,10 @@ class StoreModel:
     def acquire(self, chain: Chain) -> None:
         shards = SHARDS[model_of(chain)]
         expected = min(self._leading_run(chain, shard) for shard in shards)
-        probed = {self.store.lookup(chain, shard, ask_redis=False).matched for shard in shards}
+        probed = {
+            self.store.lookup(chain, (shard,), tiers={TierName.DEVICE, TierName.HOST}).matched
+            for shard in shards
+        }
         lease = self.store.acquire(f"request {self.asked}", chain, shards)
         self.asked += 1
         assert lease.blocks == expected == min(probed) // chain.root.block_size

@@ -19,7 +19,6 @@ from kvstore.tiers.redis_value import block_key
 from tests.support.dict_tier import DictTier
 from tests.support.faulty_tier import FaultyTier, HeldTier
 from tests.support.stores import make_chain, make_device, make_host, make_spec, payloads_of
-from tests.support.valkey import ValkeyServer
 
 SPEC = make_spec()
 
@@ -85,23 +84,21 @@ def host_case(request: pytest.FixtureRequest, folder: Path) -> Case:
     return Case(tier, flip_in_memory(tier))
 
 
-def valkey_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    return server_case(request.getfixturevalue("shared_valkey"))
+def redis_case(fixture: str) -> Callable[[pytest.FixtureRequest, Path], Case]:
+    """The redis tier on the server, or the servers, of a fixture with ``url``, ``client`` and ``clear``."""
 
+    def make(request: pytest.FixtureRequest, folder: Path) -> Case:
+        servers = request.getfixturevalue(fixture)
+        servers.clear()
 
-def redis_case(request: pytest.FixtureRequest, folder: Path) -> Case:
-    return server_case(request.getfixturevalue("shared_redis"))
+        def flip(rows: BlockRows, block: int) -> None:
+            key = block_key("kv", rows, block)
+            last = servers.client.getrange(key, -1, -1)[0]
+            servers.client.setrange(key, servers.client.strlen(key) - 1, bytes([last ^ 1]))
 
+        return Case(RedisTier(RedisOptions(servers.url), time.monotonic), flip, local=False)
 
-def server_case(server: ValkeyServer) -> Case:
-    server.clear()
-
-    def flip(rows: BlockRows, block: int) -> None:
-        key = block_key("kv", rows, block)
-        last = server.value(key)[-1]
-        server.client.setrange(key, server.client.strlen(key) - 1, bytes([last ^ 1]))
-
-    return Case(RedisTier(RedisOptions(server.url), time.monotonic), flip, local=False)
+    return make
 
 
 def dictionary_case(request: pytest.FixtureRequest, folder: Path) -> Case:
@@ -121,8 +118,13 @@ def dictionary_case(request: pytest.FixtureRequest, folder: Path) -> Case:
 CASES = [
     pytest.param(device_case, id="device"),
     pytest.param(host_case, id="host"),
-    pytest.param(valkey_case, id="valkey", marks=pytest.mark.redis),
-    pytest.param(redis_case, id="redis", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_valkey"), id="valkey", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_redis"), id="redis", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_unix"), id="unix", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_tls"), id="tls", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_acl"), id="acl", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_sentinel"), id="sentinel", marks=pytest.mark.redis),
+    pytest.param(redis_case("shared_cluster"), id="cluster", marks=pytest.mark.redis),
     pytest.param(dictionary_case, id="dictionary"),
 ]
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -65,6 +66,11 @@ class ValkeyServer:
             self.resume()
         self.client.close()
         self._process.close()
+
+    def run(self, *words: str | int | bytes) -> Any:
+        """A command that redis-py has no method for, or one whose reply it turns into something else."""
+        run: Callable[..., Any] = self.client.execute_command
+        return run(*words)
 
     def calls(self) -> dict[str, int]:
         """Commands by name since the last ``clear``, refused ones too; and how many keys were looked up."""

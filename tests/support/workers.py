@@ -151,7 +151,7 @@ def device_of(worker: Worker) -> MemoryTier:
 def resident(worker: Worker, tokens: Tokens, extras: Extras | None = None) -> dict[TierName, int]:
     """Blocks of a prompt's leading run in each tier alone."""
     chain = Chain.of(worker.spec.root, tokens, extras)
-    alone = worker.store.lookup(chain).alone
+    alone = worker.store.lookup(chain, tiers=set(TierName)).alone
     return {tier: tokens // BLOCK_SIZE for tier, tokens in alone.items()}
 
 

@@ -1,0 +1,1 @@
+"""Bodies of the commands; ``kvstore.cli`` says which there are and imports each by need."""

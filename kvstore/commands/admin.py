@@ -1,0 +1,110 @@
+"""``namespaces``, ``clear``, ``pin``, ``unpin`` and ``prefetch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.block import TierName
+from kvstore.commands.output import (
+    Answer,
+    Grid,
+    Part,
+    counted,
+    format_bytes,
+    format_count,
+    format_share,
+)
+from kvstore.service.operator import NamespaceReport, Operator, PromptQuery
+
+
+def list_namespaces(operator: Operator) -> Answer:
+    reports = operator.namespaces()
+    if not reports:
+        return Answer({"namespaces": []}, ["no namespace is known yet: no client has registered one"])
+    tenants = any(report.tenant for report in reports)
+    headings = ["model", "weights", "dtype", "layout", "block", "adapter", "blocks", "bytes", "namespace"]
+    rows = [_row(report) for report in reports]
+    if tenants:
+        headings.insert(0, "tenant")
+        rows = [[report.tenant, *row] for report, row in zip(reports, rows, strict=True)]
+    facts = {"namespaces": [_facts(report) for report in reports]}
+    return Answer(facts, [Grid(headings, rows)])
+
+
+def clear(operator: Operator, namespace: bytes, tiers: Sequence[TierName]) -> Answer:
+    cleared = operator.clear(namespace=namespace, tiers=tiers)
+    parts: list[Part] = [f"forgot {counted(cleared.blocks, 'block')}"]
+    if cleared.held_blocks:
+        parts.append(f"{counted(cleared.held_blocks, 'block')} stayed, since leases or pins hold them")
+    return Answer({"blocks": cleared.blocks, "held_blocks": cleared.held_blocks}, parts)
+
+
+def pin(operator: Operator, name: str, prompt: PromptQuery) -> tuple[int, Answer]:
+    """Tokens that are kept, too."""
+    tokens = operator.pin(name, prompt)
+    share = format_share(tokens, prompt.tokens)
+    text = f"{name} keeps {format_count(tokens)} of {counted(prompt.tokens, 'token')} ({share})"
+    return tokens, Answer({"name": name, "tokens": tokens, "prompt_tokens": prompt.tokens}, [text])
+
+
+def unpin(operator: Operator, name: str) -> tuple[bool, Answer]:
+    """Whether there was such a pin, too."""
+    found = operator.unpin(name)
+    text = f"{name} keeps nothing any more" if found else f"there is no pin {name}"
+    return found, Answer({"name": name, "found": found}, [text])
+
+
+def prefetch(operator: Operator, prompt: PromptQuery, wait_seconds: float) -> Answer:
+    done = operator.prefetch(prompt, wait_seconds=wait_seconds)
+    text = (
+        f"{format_count(done.resident_tokens)} of {counted(prompt.tokens, 'token')} "
+        f"({format_share(done.resident_tokens, prompt.tokens)}) are in memory"
+    )
+    parts: list[Part] = [text]
+    if done.pending:
+        parts.append("more may be on its way from redis; ask again, or wait with --wait SECONDS")
+    facts = {
+        "prompt_tokens": prompt.tokens,
+        "resident_tokens": done.resident_tokens,
+        "pending": done.pending,
+    }
+    return Answer(facts, parts)
+
+
+def _row(report: NamespaceReport) -> list[str]:
+    namespace = report.spec.namespace
+    blocks = ", ".join(f"{format_count(count)} {tier}" for tier, count in report.blocks.items() if count)
+    return [
+        namespace.model,
+        namespace.weights_id,
+        namespace.kv_dtype,
+        namespace.layout,
+        str(namespace.block_size),
+        namespace.adapter or "",
+        blocks or "0",
+        format_bytes(report.payload_bytes),
+        report.root.hex(),
+    ]
+
+
+def _facts(report: NamespaceReport) -> dict[str, Any]:
+    namespace, shape = report.spec.namespace, report.spec.namespace.kv_shape
+    return {
+        "namespace": report.root.hex(),
+        "tenant": report.tenant,
+        "model": namespace.model,
+        "weights_id": namespace.weights_id,
+        "kv_dtype": namespace.kv_dtype,
+        "layout": namespace.layout,
+        "block_size": namespace.block_size,
+        "layers": shape.layers,
+        "planes": shape.planes,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "adapter": namespace.adapter,
+        "algorithm": namespace.algorithm,
+        "format_version": namespace.format_version,
+        "blocks": {tier.value: count for tier, count in report.blocks.items()},
+        "payload_bytes": report.payload_bytes,
+    }

@@ -1,0 +1,51 @@
+"""``serve``: what stands beside a server, and what it says of itself when it starts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from kvstore.commands.output import Answer, show
+from kvstore.config import EMBEDDED_REDIS, LoadedConfig, Source
+from kvstore.quantity import format_bytes
+from kvstore.serve import Serving
+from kvstore.tiers.redis_embedded import EmbeddedRedis
+
+_log = logging.getLogger(__name__)
+
+
+def log_settings(loaded: LoadedConfig) -> None:
+    """Each setting with its source, secrets masked; defaults only where everything is logged."""
+    for row in loaded.describe():
+        level = logging.DEBUG if row.source is Source.DEFAULT else logging.INFO
+        _log.log(level, "%s = %s (%s)", row.field, row.value, row.source)
+
+
+@contextmanager
+def redis_beside(loaded: LoadedConfig) -> Iterator[LoadedConfig]:
+    """The configuration, with the URL of a Redis that runs meanwhile where an embedded one is asked for."""
+    if loaded.config.redis_url != EMBEDDED_REDIS:
+        yield loaded
+        return
+    server = EmbeddedRedis.start()
+    try:
+        config = loaded.config.model_copy(update={"redis_url": server.url})
+        yield LoadedConfig(config, loaded.sources)
+    finally:
+        server.close()
+
+
+def announce(serving: Serving, *, as_json: bool) -> None:
+    """Where the server is, now that it serves: one object on stdout, or lines on stderr."""
+    if as_json:
+        show(Answer(asdict(serving)), as_json=True)
+        return
+    lines = [f"serving on {address}" for address in serving.addresses]
+    lines.append(f"pool: {serving.pool_path}, {format_bytes(serving.pool_bytes)}; {serving.pool}")
+    if serving.http is not None:
+        lines.append(f"metrics and health: {serving.http}")
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Connectors that engines load into their own processes."""

@@ -1,0 +1,158 @@
+"""Blocks of an engine's KV tensors as bytes, for the layouts in which a block of a layer is one run.
+
+A payload is the block's bytes layer after layer, as they are in memory: nothing is rearranged, since
+kernels pack what is inside a block as they like. So layout and packing are part of the namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.connectors.vllm.errors import UnsupportedError
+
+Payload: TypeAlias = NDArray[np.uint8]
+
+
+def byte_rows(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
+    """A layer's tensor as (``blocks``, bytes of one block) uint8, sharing memory.
+
+    Dimension 0 counts the engine's blocks, or the kernel's where those are parts of them. Raises
+    UnsupportedError where a block of one layer is not one run of bytes.
+    """
+    count = tensor.shape[0]
+    if tensor.dim() < 2 or count % blocks:
+        raise UnsupportedError(
+            f"the KV cache of layer {name} has shape {tuple(tensor.shape)} for {blocks} blocks, expected a "
+            "multiple of them first; this attention backend cannot be served, choose another with "
+            "--attention-backend"
+        )
+    strides = tensor.stride()
+    inner = sorted(range(1, tensor.dim()), key=lambda axis: (-strides[axis], axis))
+    ordered = tensor.permute(0, *inner)
+    dense = 1
+    for axis in reversed(range(1, ordered.dim())):
+        if ordered.shape[axis] > 1 and ordered.stride(axis) != dense:
+            raise _scattered(name, tensor)
+        dense *= ordered.shape[axis]
+    if count > 1 and tensor.stride(0) < dense:
+        raise _scattered(name, tensor)
+    rows = torch.as_strided(ordered, (count, dense), (tensor.stride(0), 1), tensor.storage_offset())
+    rows = rows.view(torch.uint8)
+    parts = count // blocks
+    if parts == 1:
+        return rows
+    if tensor.stride(0) != dense:
+        raise _scattered(name, tensor)
+    return rows.reshape(blocks, parts * rows.shape[1])
+
+
+def _scattered(name: str, tensor: torch.Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"a block of the KV cache of layer {name} is not one run of bytes: shape {tuple(tensor.shape)}, "
+        f"strides {tensor.stride()}; start the engine with VLLM_KV_CACHE_LAYOUT=LBHNC, LBNHC or BLHNC"
+    )
+
+
+class EngineBlocks:
+    """The KV cache of one rank, block by block."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], blocks: int) -> None:
+        """``tensors`` by layer name, in the order of the payload; UnsupportedError as ``byte_rows``."""
+        self.count = blocks
+        self._rows = [byte_rows(name, tensor, blocks) for name, tensor in tensors.items()]
+        self._device = self._rows[0].device
+        ends = np.cumsum([rows.shape[1] for rows in self._rows]).tolist()
+        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
+        self._layers: list[Payload] = [rows.numpy() for rows in self._rows] if self.in_host_memory else []
+        self._stream = None if self.in_host_memory else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    @property
+    def in_host_memory(self) -> bool:
+        return self._device.type == "cpu"
+
+    @property
+    def payload_bytes(self) -> int:
+        return int(self._spans[-1][1])
+
+    def fence(self) -> Any:  # noqa: ANN401 - a CUDA event, or None
+        """After what has been submitted to the device by now; for ``gather``."""
+        if self.in_host_memory:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def gather(self, block_ids: Sequence[int], payloads: Sequence[Payload], fence: Any = None) -> None:  # noqa: ANN401
+        """Copy blocks out, one payload each, as they are after ``fence``."""
+        if self.in_host_memory:
+            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                for block, payload in zip(block_ids, payloads, strict=True):
+                    np.copyto(payload[start:stop], layer[block])
+            return
+        if fence is not None:
+            fence.synchronize()
+        with torch.cuda.stream(self._stream):
+            for block, payload in zip(block_ids, payloads, strict=True):
+                target = torch.from_numpy(payload)
+                for rows, (start, stop) in zip(self._rows, self._spans, strict=True):
+                    target[start:stop].copy_(rows[block])
+
+    def scatter(self, payloads: Sequence[Payload], block_ids: Sequence[int]) -> None:
+        """Copy payloads in; on return they are there."""
+        if self.in_host_memory:
+            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                for block, payload in zip(block_ids, payloads, strict=True):
+                    np.copyto(layer[block], payload[start:stop])
+            return
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            for block, payload in zip(block_ids, payloads, strict=True):
+                source = torch.from_numpy(payload.copy())  # a mapping is read-only, which tensors cannot be
+                for rows, (start, stop) in zip(self._rows, self._spans, strict=True):
+                    rows[block].copy_(source[start:stop])
+        self._stream.synchronize()
+
+
+def golden_round_trip(tensors: Mapping[str, torch.Tensor], blocks: EngineBlocks, block: int) -> None:
+    """Write a pattern through the tensors, take the block's bytes, and put them back.
+
+    UnsupportedError where the tensors do not show the pattern again, or another block changed. The
+    cache must not be in use; it is left as it was found.
+    """
+    kept = {name: tensor.clone() for name, tensor in _around(tensors, blocks.count, block).items()}
+    try:
+        for seed, tensor in enumerate(_around(tensors, blocks.count, block).values()):
+            tensor.copy_(_pattern(tensor, seed))
+        expected = {name: tensor.clone() for name, tensor in _around(tensors, blocks.count, block).items()}
+        payload = np.empty(blocks.payload_bytes, dtype=np.uint8)
+        blocks.gather([block], [payload], blocks.fence())
+        blocks.scatter([np.zeros_like(payload)], [block])
+        blocks.scatter([payload], [block])
+        for name, tensor in _around(tensors, blocks.count, block).items():
+            if not torch.equal(tensor, expected[name]):
+                raise UnsupportedError(
+                    f"a block of layer {name} does not survive a round trip: shape {tuple(tensor.shape)}, "
+                    f"strides {tensor.stride()}; report the attention backend and its layout"
+                )
+    finally:
+        for name, tensor in _around(tensors, blocks.count, block).items():
+            tensor.copy_(kept[name])
+
+
+def _around(tensors: Mapping[str, torch.Tensor], count: int, block: int) -> dict[str, torch.Tensor]:
+    """A block and its neighbours in each of the tensors, which hold ``count`` blocks."""
+    around = {}
+    for name, tensor in tensors.items():
+        parts = tensor.shape[0] // count
+        around[name] = tensor[max(0, block - 1) * parts : (block + 2) * parts]
+    return around
+
+
+def _pattern(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    values = torch.arange(tensor.numel(), device=tensor.device, dtype=torch.int64)
+    return ((values * 31 + seed * 17) % 61).reshape(tensor.shape).to(tensor.dtype)

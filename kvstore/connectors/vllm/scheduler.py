@@ -1,0 +1,324 @@
+"""The connector in the scheduler's process: what to load, what to save, and who holds the lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from hashing import Extras
+from kvstore.block import TierName
+from kvstore.connectors.vllm.identity import Adapters, adapted, request_extras, with_new_weights
+from kvstore.connectors.vllm.lookups import NOTHING, Answer, Lookups, Pending, Question
+from kvstore.connectors.vllm.messages import LoadJob, Orders, Progress
+from kvstore.connectors.vllm.saves import Prefix, Saves
+from kvstore.connectors.vllm.tally import Tally
+from kvstore.service.client import Outcome
+from kvstore.spec import NamespaceSpec
+
+_PATIENCE_SECONDS = 0.002
+"""What a step may wait for answers of the sidecar, all requests together: most come in less, and an
+engine with nothing else to do would ask again at once."""
+
+
+class EngineRequest(Protocol):
+    """vLLM's request, as far as it is read."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_in_flight_tokens: int
+    all_token_ids: Sequence[int]
+    skip_reading_prefix_cache: bool
+    cache_salt: str | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the engine's set-up asks for."""
+
+    spec: NamespaceSpec
+    ranks: int
+    loads: bool
+    saves: bool
+    asynchronous: bool
+    lookup_seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Tracked:
+    """A request from its arrival to its end. ``spec`` is None until an adapter's name is known.
+
+    ``stale`` is one that was computing when the weights changed, ``failed`` one whose load failed: it
+    is not tried again, since nothing says that it would fare better.
+    """
+
+    request: EngineRequest
+    spec: NamespaceSpec | None
+    extras: Extras | None
+    pending: Pending | None = None
+    answer: Answer | None = None
+    local_blocks: int = 0
+    saved_blocks: int = 0
+    stale: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way; ``ranks`` are through with it."""
+
+    answer: Answer
+    first_block: int
+    block_ids: list[int]
+    good_blocks: int
+    ranks: int = 0
+
+
+class SchedulerSide:
+    """Answers the engine's scheduler; never blocks it for longer than ``_PATIENCE_SECONDS`` a step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        lookups: Lookups,
+        tally: Tally,
+        clock: Callable[[], float],
+        mark: Callable[[], str],
+    ) -> None:
+        """``mark`` makes a string that is new everywhere, for weights without a name."""
+        self._policy = policy
+        self._base = policy.spec
+        self._block_size = policy.spec.block_size
+        self._lookups = lookups
+        self._tally = tally
+        self._clock = clock
+        self._mark = mark
+        self._adapters = Adapters()
+        self._saves = Saves(policy.ranks)
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: dict[str, _Load] = {}
+        self._new_loads: list[LoadJob] = []
+        self._patience = _PATIENCE_SECONDS
+        self.refusal = ""
+
+    @property
+    def saves(self) -> Saves:
+        return self._saves
+
+    @property
+    def failures(self) -> dict[Outcome, int]:
+        return self._lookups.failures
+
+    # What the scheduler asks before it allocates.
+
+    def new_request(self, request: EngineRequest) -> None:
+        """Know a request; one that cannot be named by its tokens is not served."""
+        if self.refusal or request.prompt_embeds is not None:
+            return
+        items = [
+            (each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
+        ]
+        spec = self._base if request.lora_request is None else None
+        extras = request_extras(request.cache_salt, items)
+        self._requests[request.request_id] = _Tracked(request, spec, extras)
+
+    def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load behind the engine's own ``local_tokens``; None asks to be asked again."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0, False
+        tracked.local_blocks = local_tokens // self._block_size
+        tracked.saved_blocks = tracked.local_blocks
+        longest = request.num_tokens - (0 if self._policy.asynchronous else 1)
+        wanted = longest // self._block_size
+        unwanted = request.skip_reading_prefix_cache or tracked.failed or not self._policy.loads
+        if unwanted or wanted <= tracked.local_blocks:
+            self._drop_answer(tracked)
+            return 0, False
+        answer = self._answer(tracked)
+        if answer is None:
+            return None, False
+        tracked.saved_blocks = answer.blocks
+        new_blocks = min(wanted, answer.blocks) - tracked.local_blocks
+        if new_blocks <= 0:
+            return 0, False
+        return new_blocks * self._block_size, self._policy.asynchronous
+
+    def _answer(self, tracked: _Tracked) -> Answer | None:
+        if tracked.answer is not None:
+            return tracked.answer
+        if tracked.pending is None:
+            tracked.pending = self._lookups.ask(self._question(tracked))
+            self._tally.add("lookups", 1)
+        began = self._clock()
+        answer = tracked.pending.poll(max(0.0, self._patience))
+        now = self._clock()
+        self._patience -= now - began
+        if answer is None:
+            if now - tracked.pending.asked_at < self._policy.lookup_seconds:
+                return None
+            self._lookups.forget(tracked.pending)
+            self._tally.add("late_lookups", 1)
+            answer = NOTHING
+        tracked.pending, tracked.answer = None, answer
+        if answer.spec is not None and not tracked.stale:
+            tracked.spec = answer.spec
+        return answer
+
+    def _question(self, tracked: _Tracked) -> Question:
+        request, base = tracked.request, self._base
+
+        def spec() -> NamespaceSpec:
+            lora = request.lora_request
+            if lora is None:
+                return base
+            return adapted(base, self._adapters.adapter_of(lora.lora_name, lora.lora_path))
+
+        tokens = np.fromiter(request.all_token_ids, dtype=np.uint32, count=request.num_tokens)
+        return Question(request.request_id, spec, tokens, tracked.extras)
+
+    def _drop_answer(self, tracked: _Tracked, used_blocks: int = 0) -> None:
+        if tracked.pending is not None:
+            self._lookups.forget(tracked.pending)
+            tracked.pending = None
+        if tracked.answer is not None:
+            self._lookups.release(tracked.answer, used_blocks)
+            tracked.answer = None
+
+    # What the scheduler has decided.
+
+    def allocated(self, request: EngineRequest, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The request has its blocks; ``external_tokens`` of them are to be loaded."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return
+        count = external_tokens // self._block_size
+        ticket = None
+        if count and tracked.answer is not None and tracked.answer.lease is not None:
+            ticket = tracked.answer.lease.ticket()
+        first = tracked.local_blocks
+        targets = list(block_ids[first : first + count])
+        if tracked.answer is None or tracked.spec is None or not count:
+            # What the engine has itself was of use to it, wherever it came from.
+            self._drop_answer(tracked, tracked.local_blocks)
+            return
+        self._loads[request.request_id] = _Load(tracked.answer, first, targets, good_blocks=count)
+        # A lease that was lost in between has none, or a shorter one; then the workers say so.
+        part = None if ticket is None or ticket.blocks < first + count else ticket.part(first, count)
+        self._new_loads.append(LoadJob(request.request_id, tracked.spec, part, targets))
+        tracked.answer = None
+        self._tally.add("hits", 1)
+
+    def hit_tiers(self, request_id: str, tokens: int) -> dict[TierName, int]:
+        """Where the tokens of a load come from; the slowest tiers hold the end of a run."""
+        load = self._loads.get(request_id)
+        if load is None or load.answer.lease is None:
+            return {}
+        found: dict[TierName, int] = {}
+        place = 0
+        for tier, blocks in load.answer.lease.hit_blocks.items():
+            first, place = max(place, load.first_block), place + blocks
+            stop = min(place, load.first_block + len(load.block_ids))
+            if stop > first:
+                found[tier] = (stop - first) * self._block_size
+        return found if sum(found.values()) == tokens else {}
+
+    def orders(self, scheduled: Iterable[tuple[str, int]], table_of: Callable[[str], list[int]]) -> Orders:
+        """For the step in which each of the requests computes so many tokens."""
+        if self._patience < _PATIENCE_SECONDS:
+            self._tally.waited(_PATIENCE_SECONDS - self._patience)
+            self._patience = _PATIENCE_SECONDS
+        idle = True
+        for request_id, tokens in scheduled:
+            idle = False
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                # Of what is generated some may be taken back; it is saved when the request ends.
+                end = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_prompt_tokens)
+                if end // self._block_size > tracked.saved_blocks:
+                    self._save(tracked, end, table_of(request_id))
+        loads, self._new_loads = self._new_loads, []
+        saves, verdicts = self._saves.take_orders()
+        return Orders(loads, saves, verdicts if self._policy.ranks > 1 else {}, idle)
+
+    def _save(self, tracked: _Tracked, tokens: int, block_ids: Sequence[int]) -> None:
+        blocks = tokens // self._block_size
+        if tracked.spec is None or tracked.stale or not self._policy.saves:
+            return
+        ids = np.fromiter(tracked.request.all_token_ids[: blocks * self._block_size], dtype="<u4")
+        prefix = Prefix(
+            tracked.request.request_id, tracked.spec, tracked.extras, ids.tobytes(), list(block_ids[:blocks])
+        )
+        if not self._saves.begin(prefix, tracked.saved_blocks):
+            self._tally.add("refused_saves", 1)
+        tracked.saved_blocks = blocks
+
+    # What came of it.
+
+    def progressed(self, progress: Progress, bad_blocks: Set[int]) -> None:
+        """A step is over: what its ranks did, and the engine's blocks that could not be loaded."""
+        self.refusal = self.refusal or progress.refusal
+        if bad_blocks:
+            self._tally.add("failed_load_blocks", len(bad_blocks))
+        for request_id, first_block in self._saves.update(progress, bad_blocks):
+            self._tally.add("dropped_saves", 1)
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.saved_blocks = min(tracked.saved_blocks, first_block)
+        for request_id, ranks in progress.loaded.items():
+            load = self._loads.get(request_id)
+            if load is None:
+                continue
+            load.ranks += ranks
+            load.good_blocks = min(load.good_blocks, progress.good_blocks[request_id])
+            if load.ranks >= self._policy.ranks:
+                self._end_load(request_id, load)
+
+    def _end_load(self, request_id: str, load: _Load) -> None:
+        del self._loads[request_id]
+        good = load.first_block + load.good_blocks
+        self._lookups.release(load.answer, good, range(load.first_block, good))
+        self._tally.add("loaded_tokens", load.good_blocks * self._block_size)
+        tracked = self._requests.get(request_id)
+        if tracked is not None and load.good_blocks < len(load.block_ids):
+            # What was not right in the store is stored again.
+            tracked.failed = True
+            tracked.saved_blocks = min(tracked.saved_blocks, good)
+
+    def finished(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
+        """A request has ended, in whatever state; save what it computed and is not saved."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._drop_answer(tracked)
+        if request.request_id in self._loads or not block_ids:
+            return  # its blocks are not filled yet
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        end = min(computed, request.num_tokens - 1, len(block_ids) * self._block_size)
+        if end // self._block_size > tracked.saved_blocks:
+            self._save(tracked, end, block_ids)
+
+    def reset(self) -> None:
+        """The weights are others now: nothing that is stored is right for them."""
+        self._base = with_new_weights(self._policy.spec, self._mark())
+        for tracked in self._requests.values():
+            self._drop_answer(tracked)
+            tracked.saved_blocks = 0
+            tracked.spec = self._base if tracked.request.lora_request is None else None
+            # What it has computed by now is of the old weights, and of no namespace.
+            tracked.stale = tracked.request.num_computed_tokens > 0
+
+    def close(self) -> None:
+        for tracked in self._requests.values():
+            self._drop_answer(tracked)
+        for load in self._loads.values():
+            self._lookups.release(load.answer, 0)
+        self._lookups.close()

@@ -1,0 +1,76 @@
+"""The order in which blocks were used, from what their rows say: for a policy that did not watch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import SlotArray
+
+_Places = NDArray[np.int64]
+_NOBODY = -1
+
+
+def runs_by_use(
+    slots: SlotArray, parents: SlotArray, used_at: NDArray[np.float64], lost: NDArray[np.bool_]
+) -> list[tuple[float, SlotArray]]:
+    """Cut blocks into (time, run) of parent and child that were used at one time, oldest first.
+
+    ``parents`` are the slots of the blocks' parents, -1 where one is not resident; a parent that is
+    must be among ``slots``. ``lost`` are blocks that had one: they and what hangs from them cannot be
+    reached, so they go first. Within a run parents come first. A block is as recent as the most recent
+    block that hangs from it.
+    """
+    if not len(slots):
+        return []
+    above = _places(slots, parents)
+    used = _latest_below(above, used_at)
+    path, top, depth = _paths(above, used)
+    order = np.lexsort((depth, path, used))
+    cuts = np.flatnonzero((np.diff(path[order]) != 0) | (np.diff(used[order]) != 0)) + 1
+    runs = np.split(order, cuts)
+    heads = np.array([run[0] for run in runs])
+    # Within one time the deepest go first, so that a run comes after what hangs from it.
+    ranked = np.lexsort((-depth[heads], used[heads], ~lost[top[heads]]))
+    return [(float(used[heads[at]]), slots[runs[at]]) for at in ranked.tolist()]
+
+
+def _places(slots: SlotArray, parents: SlotArray) -> _Places:
+    """Where each block's parent is among ``slots``."""
+    place = np.full(int(max(slots.max(), parents.max())) + 2, _NOBODY, dtype=np.int64)
+    place[slots] = np.arange(len(slots))
+    return np.asarray(place[parents])  # -1 reads the last entry, which is nobody's
+
+
+def _latest_below(above: _Places, used_at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The latest use of each block and of all that hang from it, by doubling steps upwards."""
+    used = used_at.copy()
+    reach = above
+    while (climbing := np.flatnonzero(reach != _NOBODY)).size:
+        np.maximum.at(used, reach[climbing], used[climbing])
+        reach = _step(reach, reach)
+    return used
+
+
+def _paths(above: _Places, used: NDArray[np.float64]) -> tuple[_Places, _Places, _Places]:
+    """(end of its path, top of its tree, depth) of each block.
+
+    The path of a block goes on with its most recent child, to the end that names it.
+    """
+    places = np.arange(len(above))
+    children = np.flatnonzero(above != _NOBODY)
+    by_use = children[np.argsort(used[children], kind="stable")]
+    end = places.copy()
+    end[above[by_use]] = by_use  # of several children the last one stays
+    while (further := end[end] != end).any():
+        end = np.where(further, end[end], end)
+    top = np.where(above == _NOBODY, places, above)
+    depth = (above != _NOBODY).astype(np.int64)
+    while (further := top[top] != top).any():
+        depth = depth + np.where(further, depth[top], 0)
+        top = top[top]
+    return end, top, depth
+
+
+def _step(first: _Places, then: _Places) -> _Places:
+    return np.where(first == _NOBODY, _NOBODY, then[first])

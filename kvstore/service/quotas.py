@@ -1,0 +1,70 @@
+"""Shares of the pools that tenants are guaranteed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.service.errors import InvalidRequestError, NotPossibleError
+from kvstore.service.namespaces import Namespaces
+from kvstore.service.tenants import Tenants
+from kvstore.store import TieredStore
+
+_SHARED = 0
+
+
+class TenantUse(NamedTuple):
+    """A tenant, what it is guaranteed and what it has, in bytes."""
+
+    name: str
+    share_bytes: int
+    ready_bytes: int
+
+
+class Quotas:
+    """A group of the pool for each tenant that is guaranteed something; the others share one."""
+
+    def __init__(self, store: TieredStore, namespaces: Namespaces, tenants: Tenants | None) -> None:
+        self._pool = store.host.pool
+        self._store = store
+        self._namespaces = namespaces
+        self._shares = {tenant.name: tenant.share_bytes for tenant in (tenants or ())}
+        self._groups: dict[str, int] = {}
+        for name, share_bytes in self._shares.items():
+            if share_bytes:
+                self._guarantee(name, share_bytes)
+
+    def group_of(self, tenant: str) -> int:
+        """The pool's number for whose blocks these are."""
+        return self._groups.get(tenant, _SHARED)
+
+    def set(self, tenant: str, share_bytes: int) -> None:
+        """Guarantee a tenant other than before. NotPossibleError where the pool has not as much."""
+        if tenant not in self._shares:
+            known = ", ".join(map(repr, sorted(self._shares))) or "none: the server has no tenants"
+            raise InvalidRequestError(
+                f"tenant {tenant!r} is not known, expected one of {known}; correct the name"
+            )
+        total = sum(self._shares.values()) - self._shares[tenant] + share_bytes
+        if total > self._pool.limit_bytes:
+            raise NotPossibleError(
+                f"{share_bytes} bytes for {tenant!r} make {total} bytes of guarantees, the pool has "
+                f"{self._pool.limit_bytes}; lower this or another share, or raise pool_bytes"
+            )
+        self._shares[tenant] = share_bytes
+        self._guarantee(tenant, share_bytes)
+        own = {each.root.digest for each in self._namespaces.all() if each.tenant == tenant}
+        for space in self._pool.spaces():
+            if space.namespace in own:
+                self._pool.regroup(space, self._groups[tenant])
+
+    def use(self) -> list[TenantUse]:
+        """What each tenant has now."""
+        ready = dict.fromkeys(self._shares, 0)
+        for each in self._namespaces.all():
+            if each.tenant in ready:
+                ready[each.tenant] += sum(size for _, size in self._store.resident(each.root.digest).values())
+        return [TenantUse(name, share, ready[name]) for name, share in self._shares.items()]
+
+    def _guarantee(self, tenant: str, share_bytes: int) -> None:
+        group = self._groups.setdefault(tenant, len(self._groups) + 1)
+        self._pool.guarantee(group, share_bytes)

@@ -1,0 +1,205 @@
+"""What operators do, against a server in another process: status, namespaces, pins, clearing, prefetch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.service.client import Client
+from kvstore.service.operator import Operator
+from tests.support.clients import MAPPED, client_of, eventually
+from tests.support.command_line import Asking, spawn
+from tests.support.served import (
+    HIT,
+    LETTERS,
+    STORED,
+    TOKENS,
+    asking,
+    client,
+    model,
+    prompt,
+    root_of,
+    server,
+    store,
+)
+from tests.support.sidecars import Sidecar, sidecar
+from tests.support.stores import BLOCK_SIZE, PAYLOAD_BYTES, make_chain, make_spec
+from tests.support.valkey import ValkeyServer, shared_valkey, valkey
+
+__all__ = ["asking", "client", "model", "prompt", "server", "shared_valkey", "valkey"]
+
+# -- what operators do --------------------------------------------------------------------------------
+
+
+def test_namespaces_are_listed_with_what_they_hold(asking: Asking, model: str) -> None:
+    listed = {each["model"]: each for each in asking.facts("namespaces")["namespaces"]}
+    assert listed[model] == {
+        "namespace": root_of(model),
+        "tenant": "",
+        "model": model,
+        "weights_id": "0" * 40,
+        "kv_dtype": "bfloat16",
+        "layout": "test",
+        "block_size": BLOCK_SIZE,
+        "layers": 2,
+        "planes": 2,
+        "kv_heads": 2,
+        "head_size": 8,
+        "adapter": None,
+        "algorithm": "xxh3_128",
+        "format_version": 1,
+        "blocks": {"host": STORED},
+        "payload_bytes": STORED * PAYLOAD_BYTES,
+    }
+    row = next(line for line in asking.text("namespaces").splitlines() if line.split()[0] == model)
+    assert row.split()[-5:] == [str(STORED), "host", "5.0", "KiB", root_of(model)]
+
+
+def test_status_counts_what_happened(asking: Asking, server: Sidecar, client: Client, model: str) -> None:
+    namespace, chain = client.namespace(make_spec(model)), make_chain(make_spec(model), LETTERS)
+    before = asking.facts("status")
+    with namespace.acquire(chain) as held:
+        during = asking.facts("status")
+        text = asking.text("status")
+        assert held.blocks == STORED
+    after = asking.facts("status")
+    assert during["leases"] - before["leases"] == 1
+    assert after["asked_tokens"] - before["asked_tokens"] == len(LETTERS) * BLOCK_SIZE
+    assert after["hit_tokens"]["host"] - before["hit_tokens"].get("host", 0) == HIT
+    assert after["miss_tokens"]["cold"] - before["miss_tokens"].get("cold", 0) == 2 * BLOCK_SIZE
+    assert after["healthy"]
+    assert after["pool_path"] == server.serving["pool_path"]
+    assert after["epoch"] == server.serving["epoch"]
+    host = next(tier["pool"] for tier in during["tiers"] if tier["tier"] == "host")
+    parts = ("free_bytes", "staged_bytes", "ready_bytes", "quarantined_bytes")
+    assert host["reserved_bytes"] == sum(host[part] for part in parts)
+    assert host["leased_bytes"] >= STORED * PAYLOAD_BYTES
+    assert f"prefix-kvstore {after['version']}, up " in text
+    assert "\nhost: up\n" in text
+    assert re.search(r"^limit +32\.0 MiB$", text, re.MULTILINE)
+    assert re.search(r"^asked +[\d,]+", asking.text("status"), re.MULTILINE)
+
+
+def test_a_tier_that_is_down_is_status_1() -> None:
+    with sidecar(redis_url="redis://127.0.0.1:1/0") as alone, client_of(MAPPED, alone.address) as client:
+        asking = Asking(alone.address)
+        spec = make_spec("down")
+        chain = store(client.namespace(spec), LETTERS[:1])
+        with Operator(alone.address) as operator:
+
+            def is_down() -> bool:
+                client.namespace(spec).lookup(make_chain(spec, LETTERS))
+                return not all(tier.healthy for tier in operator.status().tiers)
+
+            eventually(is_down)
+        assert asking.facts("status", status=1)["healthy"] is False
+        assert "\nredis: down, " in asking.text("status", status=1)
+        assert len(chain) == 1
+
+
+def test_a_pin_outlives_clear_and_ends_with_unpin(asking: Asking, model: str, prompt: Path) -> None:
+    named, cached = (prompt, "--model", model), HIT
+    pinned = asking.facts("pin", model, *named)
+    assert pinned == {"name": model, "tokens": cached, "prompt_tokens": TOKENS}
+    clear = ("clear", "--namespace", root_of(model), "--yes")
+    assert asking.facts(*clear) == {"blocks": 0, "held_blocks": STORED}
+    assert "5 blocks stayed, since leases or pins hold them" in asking.text(*clear)
+    assert asking.facts("lookup", *named)["matched_tokens"] == cached
+    assert asking.facts("unpin", model) == {"name": model, "found": True}
+    assert asking.facts("unpin", model, status=1) == {"name": model, "found": False}
+    assert "there is no pin" in asking.text("unpin", model, status=1)
+    assert asking.text(*clear, "--tier", "host") == "forgot 5 blocks\n"
+    assert asking.facts("lookup", *named, status=1)["matched_tokens"] == 0
+    assert asking.facts("pin", model, *named, status=1)["tokens"] == 0
+
+
+def test_clear_keeps_to_its_namespace(asking: Asking, client: Client, model: str, prompt: Path) -> None:
+    store(client.namespace(make_spec(f"{model}-2")), LETTERS[:2])
+    assert asking.facts("clear", "--namespace", root_of(model), "--yes")["blocks"] == STORED
+    assert asking.facts("lookup", prompt, "--model", f"{model}-2")["matched_tokens"] == 2 * BLOCK_SIZE
+    assert "is not known" in asking.refusal("clear", "--namespace", "0a" * 16, "--yes")
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("n", 1, STORED), ("y", 0, 0)])
+def test_clear_asks_on_a_terminal(
+    asking: Asking, model: str, prompt: Path, answer: str, status: int, left: int
+) -> None:
+    ours, theirs = pty.openpty()
+    arguments = ("clear", "--namespace", root_of(model), "--address", asking.address, "--json")
+    with spawn(*arguments, stdin=theirs) as process:
+        os.write(ours, f"{answer}\n".encode())
+        out, messages = process.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert process.returncode == status
+    assert f"Forget all blocks of namespace {root_of(model)}" in messages
+    assert out == ("" if status else json.dumps({"blocks": STORED, "held_blocks": 0}) + "\n")
+    found = asking.facts("explain", prompt, "--model", model)["leading_blocks"]
+    assert found == left
+
+
+@pytest.mark.redis
+def test_prefetch_brings_blocks_from_redis(valkey: ValkeyServer, prompt: Path) -> None:
+    with sidecar(redis_url=valkey.url) as alone, client_of(MAPPED, alone.address) as client:
+        asking = Asking(alone.address)
+        store(client.namespace(make_spec("fetched")), LETTERS[:STORED])
+        eventually(lambda: valkey.client.dbsize() == STORED)
+        named = (prompt, "--model", "fetched")
+        asking.facts("clear", "--yes")
+        runs = asking.facts("explain", *named)["runs"]
+        assert [(run["first"], run["tiers"]) for run in runs] == [(0, ["redis"]), (5, [])]
+        assert asking.facts("lookup", *named, "--tier", "host", status=1)["matched_tokens"] == 0
+        done = asking.facts("prefetch", *named, "--wait", "5s")
+        assert done == {
+            "prompt_tokens": TOKENS,
+            "resident_tokens": HIT,
+            "pending": False,
+        }
+        assert asking.facts("lookup", *named, "--tier", "host")["matched_tokens"] == HIT
+        assert "20 of 29 tokens (69.0%) are in memory" in asking.text("prefetch", *named)
+
+
+# -- watching -----------------------------------------------------------------------------------------
+
+
+def test_a_watch_outlives_the_server_it_watches() -> None:
+    with (
+        sidecar() as alone,
+        spawn("status", "--watch", "100ms", "--json", "--address", alone.address) as process,
+    ):
+        assert process.stdout is not None
+
+        def next_line() -> dict[str, Any]:
+            assert process.stdout is not None
+            line: dict[str, Any] = json.loads(process.stdout.readline())
+            return line
+
+        first = next_line()
+        assert first["epoch"] == alone.serving["epoch"]
+        alone.kill()
+        eventually(lambda: "error" in next_line())
+        alone.restart()
+        eventually(lambda: next_line().get("epoch") == alone.serving["epoch"])
+        assert alone.serving["epoch"] != first["epoch"]
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(20) == 130
+
+
+def test_a_watch_tells_of_the_time_since_the_last_look(asking: Asking, client: Client, model: str) -> None:
+    with spawn("status", "--watch", "200ms", "--address", asking.address) as process:
+        assert process.stdout is not None
+        with client.namespace(make_spec(model)).acquire(make_chain(make_spec(model), LETTERS)):
+            pass
+        line = next(line for line in process.stdout if line.startswith("in the last "))
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(20) == 130
+    assert re.fullmatch(r"in the last \d+\.\d s: \d+ tokens? asked(, \d+\.\d% of them hit)? *\n", line)

@@ -1,0 +1,85 @@
+"""Readers and writers that go on while something happens to the servers, and judge every answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from kvstore.block import BlockRows
+from kvstore.tiers.base import Payload
+from kvstore.tiers.redis import RedisTier
+
+BUDGET_SECONDS = 0.2
+LATE_SECONDS = 0.05
+"""How late an answer may be on a busy machine; the tier itself promises a few milliseconds."""
+
+
+class Timed:
+    """Seconds spent in the block."""
+
+    def __enter__(self) -> Self:
+        self._begun = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._begun
+
+
+class Traffic:
+    """Threads that save, find and load the same blocks until the end of the block of code.
+
+    ``wrong`` is what was never to be: other bytes than were saved, or an answer after its deadline.
+    """
+
+    def __init__(self, tier: RedisTier, rows: BlockRows, payloads: list[Payload], threads: int = 2) -> None:
+        self._tier = tier
+        self._rows = rows
+        self._payloads = payloads
+        self._checksums = [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work) for _ in range(threads)]
+        self.causes: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._stop.is_set():
+            with Timed() as timed:
+                self._tier.save(self._rows, self._payloads, self._checksums, _deadline())
+            self._judge("save", timed)
+            with Timed() as timed:
+                self._tier.match(self._rows, _deadline())
+            self._judge("match", timed)
+            destinations = [np.zeros_like(payload) for payload in self._payloads]
+            with Timed() as timed:
+                result = self._tier.load(self._rows, destinations, _deadline())
+            self._judge("load", timed)
+            for cause, mine, theirs in zip(result.causes, destinations, self._payloads, strict=True):
+                self.causes[str(cause)] += 1
+                if cause is None and not np.array_equal(mine, theirs):
+                    self.wrong.append("a wrong byte")
+
+    def _judge(self, call: str, timed: Timed) -> None:
+        if timed.seconds > BUDGET_SECONDS + LATE_SECONDS:
+            self.wrong.append(f"{call} took {timed.seconds:.3f} s")
+
+
+def _deadline() -> float:
+    return time.monotonic() + BUDGET_SECONDS
