@@ -6,18 +6,17 @@ from collections.abc import AsyncIterator
 
 from kvstore.block import TierName
 from kvstore.errors import LeaseError
-from kvstore.events import BlocksRemoved, BlocksStored
 from kvstore.pool import PoolUsage
 from kvstore.service.codec import TIERS, require_text, spec_message, tiers_of
 from kvstore.service.errors import DrainingError, InvalidRequestError, NotPossibleError, UnknownNamespaceError
-from kvstore.service.events import Batch, EventLog, Totals
+from kvstore.service.events import Batch, Change, EventLog, Totals
 from kvstore.service.gate import Caller, Context, require_admin
 from kvstore.service.lookup import hashed
 from kvstore.service.namespaces import shards_of
 from kvstore.service.parts import ServiceParts
 from kvstore.v1 import admin_pb2, admin_pb2_grpc, block_pb2, types_pb2
 
-_EVENTS_IN_MESSAGE = 256
+_EVENTS_MESSAGE_BYTES = 1 << 20
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -122,8 +121,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             # The first answer comes at once: with it the watcher has a cursor.
             yield admin_pb2.WatchEventsResponse(epoch=epoch, sequence=sequence, lost=lost)
             while not log.closed:
-                batch = log.after(sequence, _EVENTS_IN_MESSAGE)
-                if batch.events or batch.lost:
+                batch = log.after(sequence, _EVENTS_MESSAGE_BYTES)
+                if batch.changes or batch.lost:
                     sequence = batch.sequence
                     yield _events_message(epoch, batch)
                 else:
@@ -185,20 +184,18 @@ def _pool_report(usage: PoolUsage, limit_bytes: int) -> admin_pb2.PoolReport:
 
 
 def _events_message(epoch: int, batch: Batch) -> admin_pb2.WatchEventsResponse:
-    events = [_event_message(event) for event in batch.events]
+    events = [_event_message(change) for change in batch.changes]
     return admin_pb2.WatchEventsResponse(epoch=epoch, sequence=batch.sequence, lost=batch.lost, events=events)
 
 
-def _event_message(event: BlocksStored | BlocksRemoved) -> admin_pb2.BlockEvent:
-    tp_rank, tp_size, pp_rank, pp_size = event.shard
-    shard = types_pb2.Shard(tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
-    removed = isinstance(event, BlocksRemoved)
+def _event_message(change: Change) -> admin_pb2.BlockEvent:
+    tp_rank, tp_size, pp_rank, pp_size = change.shard
     return admin_pb2.BlockEvent(
-        time=event.time,
-        tier=TIERS[event.tier],
-        namespace=event.namespace,
-        shard=shard,
-        block_hashes=event.hashes,
-        removed=removed,
-        cause=event.cause if isinstance(event, BlocksRemoved) else "",
+        time=change.time,
+        tier=TIERS[change.tier],
+        namespace=change.namespace,
+        shard=types_pb2.Shard(tp_rank=tp_rank, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size),
+        block_hashes=change.hashes,
+        removed=change.cause is not None,
+        cause=change.cause or "",
     )

@@ -4,47 +4,75 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
-from kvstore.block import MissCause, TierName
-from kvstore.events import BlocksRemoved, BlocksStored, Event, RequestSettled
+from kvstore.block import HASH_BYTES, MissCause, Shard, TierName
+from kvstore.events import BlocksRemoved, BlocksStored, Event, RemovalCause, RequestSettled
 
-KEPT_EVENTS = 65_536
+KEPT_BYTES = 64 << 20
+_CHANGE_HASH_BYTES = 65_536 * HASH_BYTES
+_CHANGE_BYTES = 256
+"""What a change takes beside its hashes."""
+
+
+class Change(NamedTuple):
+    """Blocks that became readable in a tier; with a ``cause``, that stopped being so."""
+
+    time: float
+    tier: TierName
+    namespace: bytes
+    shard: Shard
+    hashes: bytes
+    cause: RemovalCause | None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes here and on the wire, roughly."""
+        return len(self.hashes) + _CHANGE_BYTES
 
 
 class Batch(NamedTuple):
-    """Events after a cursor. ``lost``: some between the cursor and these are no longer known."""
+    """Changes after a cursor. ``lost``: some between the cursor and these are no longer known."""
 
     sequence: int
     lost: bool
-    events: list[BlocksStored | BlocksRemoved]
+    changes: list[Change]
 
 
 class EventLog:
-    """A listener that keeps the last events of blocks, numbered from 1."""
+    """A listener that keeps the last changes, numbered from 1, as many as fit its bytes."""
 
-    def __init__(self, kept: int = KEPT_EVENTS) -> None:
-        self._events: deque[BlocksStored | BlocksRemoved] = deque(maxlen=kept)
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._changes: deque[Change] = deque()
+        self._kept_bytes = kept_bytes
+        self._bytes = 0
         self._waiters: set[asyncio.Event] = set()
         self.sequence = 0
-        """Number of the last event."""
+        """Number of the last change."""
         self.closed = False
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BlocksStored | BlocksRemoved):
-            self._events.append(event)
-            self.sequence += 1
+            cause = event.cause if isinstance(event, BlocksRemoved) else None
+            for start in range(0, len(event.hashes), _CHANGE_HASH_BYTES):
+                hashes = event.hashes[start : start + _CHANGE_HASH_BYTES]
+                self._add(Change(event.time, event.tier, event.namespace, event.shard, hashes, cause))
             for waiter in self._waiters:
                 waiter.set()
 
-    def after(self, sequence: int, limit: int) -> Batch:
-        """The next events after a sequence number, at most ``limit``."""
-        oldest = self.sequence - len(self._events)
+    def after(self, sequence: int, limit_bytes: int) -> Batch:
+        """What follows a sequence number: within ``limit_bytes``, and at least one if there is one."""
+        oldest = self.sequence - len(self._changes)
         lost = sequence < oldest or sequence > self.sequence
         start = oldest if lost else sequence
-        count = min(limit, self.sequence - start)
-        skip = start - oldest
-        return Batch(start + count, lost, [self._events[skip + at] for at in range(count)])
+        batch: list[Change] = []
+        for change in islice(self._changes, start - oldest, None):
+            limit_bytes -= change.size
+            if batch and limit_bytes < 0:
+                break
+            batch.append(change)
+        return Batch(start + len(batch), lost, batch)
 
     def close(self) -> None:
         """There will be no more: those who wait are let go."""
@@ -53,7 +81,7 @@ class EventLog:
             waiter.set()
 
     async def wait(self, sequence: int) -> None:
-        """Until there is an event after ``sequence``, or there will be none."""
+        """Until there is a change after ``sequence``, or there will be none."""
         if self.sequence != sequence or self.closed:
             return
         waiter = asyncio.Event()
@@ -62,6 +90,13 @@ class EventLog:
             await waiter.wait()
         finally:
             self._waiters.remove(waiter)
+
+    def _add(self, change: Change) -> None:
+        self._changes.append(change)
+        self._bytes += change.size
+        self.sequence += 1
+        while self._bytes > self._kept_bytes:
+            self._bytes -= self._changes.popleft().size
 
 
 class Totals:

@@ -269,7 +269,7 @@ def test_the_log_is_bounded_in_bytes() -> None:
         hashes = at.to_bytes(4) * (1 << 18)
         log(BlocksStored(float(at), TierName.HOST, b"n" * 16, WHOLE, hashes, 1))
     kept, sequence = 0, 0
-    while (batch := log.after(sequence, 16)).events:
-        kept, sequence = kept + sum(len(event.hashes) for event in batch.events), batch.sequence
+    while (batch := log.after(sequence, 16)).changes:
+        kept, sequence = kept + sum(len(event.hashes) for event in batch.changes), batch.sequence
     assert sequence == log.sequence, "the last ones are there"
     assert 0 < kept <= 128 << 20

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 
+from kvstore.connectors.vllm.connector import KVStoreConnector
 from kvstore.connectors.vllm.engine import require_supported_version
 from kvstore.connectors.vllm.errors import UnsupportedError
 from tests.support.sidecars import sidecar
@@ -41,6 +43,14 @@ def test_policies_and_layers_that_cannot_be(tmp_path: Path, model: Path, plain: 
             assert running.one(EXACT).cached == 0, "a producer does not load"
             [line] = [each for each in running.log.splitlines() if "kv_load_failure_policy" in each]
             assert "set to 'recompute'" in line
+
+
+def test_all_that_vllm_asks_of_a_connector() -> None:
+    """Hooks have vLLM's own names: one that it renames would silently never be called."""
+    assert supports_hma(KVStoreConnector)
+    hooks = {name for name in vars(KVStoreConnector) if not name.startswith("_")}
+    theirs = set(dir(KVConnectorBase_V1)) | {"request_finished_all_groups"}
+    assert hooks <= theirs
 
 
 @pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0"])

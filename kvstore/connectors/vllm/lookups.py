@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hashing import Extras
 from kvstore.errors import KVStoreError
 from kvstore.service.client import Client, ClientNamespace, HeldLease, Outcome
@@ -28,7 +25,7 @@ class Question:
 
     request_id: str
     spec: Callable[[], NamespaceSpec]
-    token_ids: NDArray[np.uint32]
+    token_ids: list[int]
     extras: Extras | None
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import numpy as np
 
 from hashing import Extras
 from kvstore.block import TierName
@@ -37,6 +36,7 @@ class EngineRequest(Protocol):
     lora_request: Any
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    resumable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,9 @@ class Policy:
 class _Tracked:
     """A request from its arrival to its end. ``spec`` is None until an adapter's name is known.
 
-    ``stale`` is one that was computing when the weights changed, ``failed`` one whose load failed: it
-    is not tried again, since nothing says that it would fare better.
+    ``token_ids`` are those that were packed for saves; ``stale`` is one that was computing when the
+    weights changed, ``failed`` one whose load failed: it is not tried again, since nothing says that
+    it would fare better.
     """
 
     request: EngineRequest
@@ -64,6 +65,7 @@ class _Tracked:
     extras: Extras | None
     pending: Pending | None = None
     answer: Answer | None = None
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
     local_blocks: int = 0
     saved_blocks: int = 0
     stale: bool = False
@@ -119,8 +121,8 @@ class SchedulerSide:
     # What the scheduler asks before it allocates.
 
     def new_request(self, request: EngineRequest) -> None:
-        """Know a request; one that cannot be named by its tokens is not served."""
-        if self.refusal or request.prompt_embeds is not None:
+        """Know a request; one that its first tokens do not name is not served."""
+        if self.refusal or request.prompt_embeds is not None or request.resumable:
             return
         items = [
             (each.identifier, each.mm_position.offset, each.mm_position.length)
@@ -182,8 +184,7 @@ class SchedulerSide:
                 return base
             return adapted(base, self._adapters.adapter_of(lora.lora_name, lora.lora_path))
 
-        tokens = np.fromiter(request.all_token_ids, dtype=np.uint32, count=request.num_tokens)
-        return Question(request.request_id, spec, tokens, tracked.extras)
+        return Question(request.request_id, spec, list(request.all_token_ids), tracked.extras)
 
     def _drop_answer(self, tracked: _Tracked, used_blocks: int = 0) -> None:
         if tracked.pending is not None:
@@ -253,9 +254,14 @@ class SchedulerSide:
         blocks = tokens // self._block_size
         if tracked.spec is None or tracked.stale or not self._policy.saves:
             return
-        ids = np.fromiter(tracked.request.all_token_ids[: blocks * self._block_size], dtype="<u4")
+        count = blocks * self._block_size
+        tracked.token_ids.extend(tracked.request.all_token_ids[len(tracked.token_ids) : count])
         prefix = Prefix(
-            tracked.request.request_id, tracked.spec, tracked.extras, ids.tobytes(), list(block_ids[:blocks])
+            tracked.request.request_id,
+            tracked.spec,
+            tracked.extras,
+            tracked.token_ids[:count].tobytes(),
+            list(block_ids[:blocks]),
         )
         if not self._saves.begin(prefix, tracked.saved_blocks):
             self._tally.add("refused_saves", 1)
