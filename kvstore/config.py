@@ -140,8 +140,7 @@ class Config(BaseModel):
     """Block hash; sha256 where tenants do not trust each other."""
 
     redis_url: RedisUrl = Field(default=None, repr=False)
-    """Redis or Valkey of the redis tier: one server, Sentinel or Cluster (docs/redis.md); embedded starts
-    a Valkey beside this process, none does without."""
+    """Redis or Valkey (docs/redis.md); embedded starts a Valkey beside this process, none does without."""
 
     redis_prefix: KeyPrefix = "kv"
     """First part of every key in Redis; no spaces, and no braces: those mark a hash tag in Redis Cluster."""

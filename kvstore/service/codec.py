@@ -19,7 +19,7 @@ MESSAGE_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20
 """Longest piece of a payload stream."""
 RANKS_MAX = 1024
-ROWS_MAX = 1 << 20
+ROWS_MAX = 1 << 19
 """Blocks × ranks of one call, each of which takes about a hundred bytes while it is served."""
 TOKENS_MAX = 2**32 - 1
 ITEMS_MAX = 4096

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from itertools import islice
 from typing import NamedTuple
 
 from kvstore.block import HASH_BYTES, MissCause, Shard, TierName
@@ -44,7 +42,8 @@ class EventLog:
     """A listener that keeps the last changes, numbered from 1, as many as fit its bytes."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._changes: deque[Change] = deque()
+        self._changes: list[Change] = []
+        self._dropped = 0  # of these, from the front; a list, since a cursor is then an index
         self._kept_bytes = kept_bytes
         self._bytes = 0
         self._waiters: set[asyncio.Event] = set()
@@ -63,15 +62,15 @@ class EventLog:
 
     def after(self, sequence: int, limit_bytes: int) -> Batch:
         """What follows a sequence number: within ``limit_bytes``, and at least one if there is one."""
-        oldest = self.sequence - len(self._changes)
+        oldest = self.sequence - (len(self._changes) - self._dropped)
         lost = sequence < oldest or sequence > self.sequence
         start = oldest if lost else sequence
         batch: list[Change] = []
-        for change in islice(self._changes, start - oldest, None):
-            limit_bytes -= change.size
-            if batch and limit_bytes < 0:
-                break
-            batch.append(change)
+        at = self._dropped + start - oldest
+        while at < len(self._changes) and (not batch or limit_bytes >= self._changes[at].size):
+            batch.append(self._changes[at])
+            limit_bytes -= self._changes[at].size
+            at += 1
         return Batch(start + len(batch), lost, batch)
 
     def close(self) -> None:
@@ -96,7 +95,11 @@ class EventLog:
         self._bytes += change.size
         self.sequence += 1
         while self._bytes > self._kept_bytes:
-            self._bytes -= self._changes.popleft().size
+            self._bytes -= self._changes[self._dropped].size
+            self._dropped += 1
+        if self._dropped > len(self._changes) // 2:
+            del self._changes[: self._dropped]
+            self._dropped = 0
 
 
 class Totals:

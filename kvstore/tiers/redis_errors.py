@@ -30,7 +30,8 @@ _ADVICE = {
     "MISCONF": "it cannot save to disk and refuses writes: free its disk, or turn saving off (save '')",
     "MOVED": _IN_A_CLUSTER,
     "NOAUTH": "it asks for a password: put user and password into redis_url",
-    "NOPERM": "allow the user get, set, exists, pttl, pexpire and unlink on the keys of redis_prefix",
+    "NOPERM": "allow the user get, set, exists, pttl, pexpire and unlink on the keys of redis_prefix, in a "
+    "cluster also asking and cluster|slots",
     "NOREPLICAS": "it has fewer replicas than min-replicas-to-write: start them, or lower that",
     "OOM": "it is full: set maxmemory-policy allkeys-lru, or raise maxmemory",
     "READONLY": "it is a replica: name the primary in redis_url",

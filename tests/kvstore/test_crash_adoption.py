@@ -23,8 +23,11 @@ from tests.support.crash_checks import (
     write_whole,
 )
 from tests.support.crash_client import CrashClient
-from tests.support.sidecars import Sidecar, sidecar
+from tests.support.crash_servers import Servers, servers
+from tests.support.sidecars import Sidecar
 from tests.support.valkey import eventually
+
+__all__ = ["servers"]
 
 BLOCKS = 8
 WARM, FRESH = 1, 2
@@ -36,11 +39,11 @@ every_step = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def server() -> Iterator[Sidecar]:
-    with sidecar(**POOL, lease_seconds=1, write_seconds=1) as running:
-        with fresh_client(running) as namespace:
-            assert write_whole(namespace, WARM, BLOCKS) == BLOCKS
-        yield running
+def server(servers: Servers) -> Sidecar:
+    running = servers.empty(**POOL, lease_seconds=1, write_seconds=1)
+    with fresh_client(running) as namespace:
+        assert write_whole(namespace, WARM, BLOCKS) == BLOCKS
+    return running
 
 
 @pytest.fixture

@@ -29,8 +29,11 @@ from tests.support.crash_checks import (
 )
 from tests.support.crash_client import CrashClient
 from tests.support.crash_points import Point
-from tests.support.sidecars import Sidecar, sidecar
+from tests.support.crash_servers import Servers, servers
+from tests.support.sidecars import Sidecar
 from tests.support.valkey import eventually
+
+__all__ = ["servers"]
 
 BLOCKS = 8
 WARM, FRESH = 1, 2
@@ -46,11 +49,11 @@ def settings() -> dict[str, Any]:
 
 
 @pytest.fixture
-def server(settings: dict[str, Any]) -> Iterator[Sidecar]:
-    with sidecar(**POOL, **settings) as running:
-        with fresh_client(running) as namespace:
-            assert write_whole(namespace, WARM, BLOCKS) == BLOCKS
-        yield running
+def server(servers: Servers, settings: dict[str, Any]) -> Sidecar:
+    running = servers.empty(**POOL, **settings)
+    with fresh_client(running) as namespace:
+        assert write_whole(namespace, WARM, BLOCKS) == BLOCKS
+    return running
 
 
 @pytest.fixture

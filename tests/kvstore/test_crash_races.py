@@ -30,12 +30,13 @@ from tests.support.valkey import eventually
 
 BLOCKS = 8
 WARM, FRESH = 1, 2
+LEASE_SECONDS = 2
 PROCESSES, CONNECTIONS = 4, 50
 
 
 @pytest.fixture
 def server() -> Iterator[Sidecar]:
-    with sidecar(**POOL, lease_seconds=2, write_seconds=2) as running:
+    with sidecar(**POOL, lease_seconds=LEASE_SECONDS, write_seconds=2) as running:
         yield running
 
 
@@ -99,8 +100,8 @@ def test_readers_keep_what_they_were_promised(server: Sidecar, clients: list[Cra
     numbers = range(10, 16)
     for number in numbers:
         assert reader.ask("write", number=number, blocks=BLOCKS)["committed"] == BLOCKS
-    held = reader.ask("hold", number=numbers[0], blocks=BLOCKS)["promised"]
-    assert held == BLOCKS
+    assert reader.ask("hold", number=numbers[0], blocks=BLOCKS)["promised"] == BLOCKS
+    runs_out_at = time.monotonic() + LEASE_SECONDS
     for round_, number in enumerate(numbers):
         for pressure in range(20):
             writer.tell("write", number=1000 + 100 * round_ + pressure, blocks=BLOCKS)
@@ -109,6 +110,7 @@ def test_readers_keep_what_they_were_promised(server: Sidecar, clients: list[Cra
             assert writer.answer()["committed"] == BLOCKS
         assert (answer["outcome"], answer["wrong"]) == (Outcome.OK, 0)
         assert answer["valid"] == answer["promised"]
+    time.sleep(max(0.0, runs_out_at - time.monotonic()))
     assert resident_blocks(server, numbers[0], BLOCKS) == BLOCKS, (
         "held, and renewed beyond its first deadline"
     )
@@ -117,23 +119,22 @@ def test_readers_keep_what_they_were_promised(server: Sidecar, clients: list[Cra
     check(server)
 
 
-def test_a_client_that_never_releases(server: Sidecar, clients: list[CrashClient]) -> None:
+def test_a_client_that_never_releases() -> None:
     """Its leases end by their deadline, nobody else waits for them, and its requests are counted once."""
-    careless, other = clients
-    with fresh_client(server) as namespace:
-        assert write_whole(namespace, WARM, BLOCKS) == BLOCKS
-    for _ in range(3):
-        assert careless.ask("hold", number=WARM, blocks=BLOCKS)["promised"] == BLOCKS
-        careless.ask("forget", number=WARM)
-    assert status_of(server).leases == 3
-    flood(server, 100)  # all but what is leased
-    assert resident_blocks(server, WARM, BLOCKS) == BLOCKS
-    assert other.ask("read", number=WARM, blocks=BLOCKS)["valid"] == BLOCKS
-    status = settle(server, seconds=4.0)
-    assert sum(status.hit_tokens.values()) == 5 * BLOCKS * BLOCK_SIZE
-    flood(server, 200)
-    assert resident_blocks(server, WARM, BLOCKS) == 0, "it is evicted like any other"
-    check(server)
+    prompts = [10, 11, 12]
+    with sidecar(**POOL, lease_seconds=4) as server, CrashClient(server.address) as client:
+        for number in prompts:
+            assert client.ask("write", number=number, blocks=BLOCKS)["committed"] == BLOCKS
+            assert client.ask("hold", number=number, blocks=BLOCKS)["promised"] == BLOCKS
+        client.stop()  # or it would renew them for as long as it lives
+        flood(server, 100)  # others have all but what is leased
+        assert status_of(server).leases == len(prompts)
+        assert [resident_blocks(server, number, BLOCKS) for number in prompts] == [BLOCKS] * len(prompts)
+        status = settle(server)
+        assert sum(status.hit_tokens.values()) == 2 * len(prompts) * BLOCKS * BLOCK_SIZE
+        flood(server, 200)
+        assert [resident_blocks(server, number, BLOCKS) for number in prompts] == [0] * len(prompts)
+        check(server)
 
 
 def test_a_client_that_streams_is_killed(server: Sidecar) -> None:
@@ -162,7 +163,7 @@ def test_a_stopped_server_s_callers_come_back_in_time(server: Sidecar, clients: 
         client.tell("read", number=WARM, blocks=BLOCKS)
         client.tell("write", number=FRESH, blocks=BLOCKS)
     outcomes = [client.answer()["outcome"] for client in clients for _ in range(2)]
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 5.0
     assert outcomes == [Outcome.UNREACHABLE] * 4
     server.resume()
     for client in clients:

@@ -20,10 +20,11 @@ from kvstore.service.operator import Operator, ServerStatus
 from tests.support.crash_blocks import BLOCK_SIZE
 from tests.support.crash_checks import POOL, check, resident_blocks, settle
 from tests.support.crash_client import CrashClient
-from tests.support.sidecars import Sidecar, sidecar
+from tests.support.crash_servers import Servers, servers
+from tests.support.sidecars import Sidecar
 from tests.support.valkey import ValkeyServer, eventually, shared_valkey, valkey
 
-__all__ = ["shared_valkey", "valkey"]
+__all__ = ["servers", "shared_valkey", "valkey"]
 
 BLOCKS = 8
 WARM, COLD, FRESH, OTHER = 1, 2, 3, 4
@@ -46,14 +47,13 @@ every_step = pytest.mark.parametrize("step", STEPS, ids=str)
 
 
 @pytest.fixture
-def server(step: Step, request: pytest.FixtureRequest) -> Iterator[Sidecar]:
+def server(servers: Servers, step: Step, request: pytest.FixtureRequest) -> Sidecar:
     """A server with a small pool and short deadlines, and with Valkey below it where the step needs one."""
     settings: dict[str, Any] = {**POOL, "lease_seconds": 1, "write_seconds": 1}
     if step in PROMOTIONS:
         below: ValkeyServer = request.getfixturevalue("valkey")
         settings |= {"redis_url": below.url, "redis_probe_seconds": 2, "redis_acquire_seconds": 4}
-    with sidecar(**settings) as running:
-        yield running
+    return servers.empty(**settings)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from kvstore.tiers.redis_value import block_key
 from tests.support.redis_fleets import ClusterFleet
 from tests.support.redis_store import Store, assert_loads, logged, opened, payloads_of, rows_of
 from tests.support.redis_traffic import LATE_SECONDS, Timed, Traffic
-from tests.support.redis_ways import shared_cluster
+from tests.support.redis_ways import NEEDED_COMMANDS, shared_cluster
 from tests.support.valkey import ValkeyServer, eventually, start_valkey
 
 __all__ = ["shared_cluster", "start_valkey"]
@@ -164,6 +164,19 @@ class TestAMovingSlot:
         assert store.tier.errors() == {"moved": 2 * SEGMENT_BLOCKS}
         assert store.save(rows, many_payloads(300)) == [SaveOutcome.STORED] * 300
         assert store.tier.errors() == {"moved": 2 * SEGMENT_BLOCKS}
+
+    def test_for_a_user_that_may_do_no_more_than_needed(
+        self, cluster: ClusterFleet, rows: BlockRows, move: Callable[[int], None]
+    ) -> None:
+        needed = [*NEEDED_COMMANDS, "+asking", "+cluster|slots"]
+        for node in cluster.nodes:
+            node.client.acl_setuser("kv", enabled=True, passwords=["+pw"], commands=needed, keys=["kv:*"])
+        with opened(None, cluster.url.replace("://", "://kv:pw@")) as store:
+            move(50)
+            assert store.match(rows) == 300
+            assert_loads(store, rows, many_payloads(300))
+            assert store.save(rows, many_payloads(300)) == [SaveOutcome.STORED] * 300
+            assert set(store.tier.errors()) == {"ask", "tryagain"}
 
     def test_under_load(
         self, cluster: ClusterFleet, store: Store, rows: BlockRows, move: Callable[[int], None]

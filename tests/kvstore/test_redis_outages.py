@@ -110,10 +110,10 @@ def test_stopped_every_call_ends_by_its_deadline_and_nothing_comes_late(
         with Timed() as timed:
             result = store.tier.load(rows, destinations, time.monotonic() + 0.1)
         assert result.causes == [MissCause.TIMEOUT] * BLOCKS
-        assert 0.09 < timed.seconds < 0.1 + LATE_SECONDS
+        assert timed.seconds < 0.1 + LATE_SECONDS
         with Timed() as timed:
             assert store.tier.match(rows, time.monotonic() + 0.05) == TierMatch(0, MissCause.TIMEOUT)
-        assert 0.04 < timed.seconds < 0.05 + LATE_SECONDS
+        assert timed.seconds < 0.05 + LATE_SECONDS
         assert store.tier.errors() == {"timeout": 2}
         store.server.resume()
         assert_loads(store, others, other_payloads)

@@ -225,3 +225,14 @@ def test_buffers_are_sent_whole_and_in_order(sizes: list[int]) -> None:
 
 def test_commands_are_encoded_as_the_protocol_says() -> None:
     assert command(b"SET", b"key", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$0\r\n\r\n"
+
+
+def test_a_preface_is_answered_before_each_reply(ends: Ends) -> None:
+    ends.wire.preface = command(b"ASKING")
+    ends.server.sendall(b"+OK\r\n:1\r\n-NOPERM asking\r\n$-1\r\n")
+    assert (ends.wire.read_reply(), ends.wire.read_bulk_size()) == (1, None)
+    assert (ends.wire.replies, ends.wire.error_codes) == (4, ["NOPERM"])
+    ends.wire.owe(1)
+    ends.wire.begin(time.monotonic() + 5)
+    ends.server.sendall(b"+OK\r\n:5\r\n:7\r\n")
+    assert ends.wire.read_reply() == 7, "what was owed had a preface, and this has none"

@@ -21,7 +21,7 @@ from kvstore.tiers.base import Payload
 from tests.support.crash_blocks import SPEC, chain, payloads_of
 from tests.support.crash_points import Point
 
-IMPATIENT = ClientOptions(rpc_seconds=0.5, reconnect_seconds=0.1)
+IMPATIENT = ClientOptions(rpc_seconds=1.0, reconnect_seconds=0.1)
 PATIENT = ClientOptions(rpc_seconds=30.0)
 THREADS = 8
 

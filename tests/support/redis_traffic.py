@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -20,15 +21,58 @@ LATE_SECONDS = 0.05
 """How late an answer may be on a busy machine; the tier itself promises a few milliseconds."""
 
 
-class Timed:
-    """Seconds spent in the block."""
+_BEAT_SECONDS = 0.005
+
+
+class Pulse:
+    """Notices when this machine is too busy to run a thread that only sleeps."""
+
+    def __init__(self) -> None:
+        self._gaps: list[tuple[float, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat)
 
     def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def late_since(self, moment: float) -> float:
+        """Seconds by which its sleeps since then took longer than they should have."""
+        return sum(late for at, late in self._gaps[:] if at > moment)
+
+    def _beat(self) -> None:
+        before = time.monotonic()
+        while not self._stop.wait(_BEAT_SECONDS):
+            now = time.monotonic()
+            if now - before > 2 * _BEAT_SECONDS:
+                self._gaps.append((now, now - before - _BEAT_SECONDS))
+            before = now
+
+
+class Timed:
+    """Seconds spent in the block of code, less those that the machine took for something else."""
+
+    def __init__(self, pulse: Pulse | None = None) -> None:
+        self._own = ExitStack()
+        self._pulse = pulse
+
+    def __enter__(self) -> Self:
+        if self._pulse is None:
+            self._pulse = self._own.enter_context(Pulse())
         self._begun = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = time.monotonic() - self._begun
+        assert self._pulse is not None
+        passed = time.monotonic() - self._begun
+        self._own.close()
+        self.seconds = passed - self._pulse.late_since(self._begun)
 
 
 class Traffic:
@@ -43,11 +87,13 @@ class Traffic:
         self._payloads = payloads
         self._checksums = [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
         self._stop = threading.Event()
+        self._pulse = Pulse()
         self._threads = [threading.Thread(target=self._work) for _ in range(threads)]
         self.causes: Counter[str] = Counter()
         self.wrong: list[str] = []
 
     def __enter__(self) -> Self:
+        self._pulse.__enter__()
         for thread in self._threads:
             thread.start()
         return self
@@ -58,17 +104,18 @@ class Traffic:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        self._pulse.__exit__(kind, error, trace)
 
     def _work(self) -> None:
         while not self._stop.is_set():
-            with Timed() as timed:
+            with Timed(self._pulse) as timed:
                 self._tier.save(self._rows, self._payloads, self._checksums, _deadline())
             self._judge("save", timed)
-            with Timed() as timed:
+            with Timed(self._pulse) as timed:
                 self._tier.match(self._rows, _deadline())
             self._judge("match", timed)
             destinations = [np.zeros_like(payload) for payload in self._payloads]
-            with Timed() as timed:
+            with Timed(self._pulse) as timed:
                 result = self._tier.load(self._rows, destinations, _deadline())
             self._judge("load", timed)
             for cause, mine, theirs in zip(result.causes, destinations, self._payloads, strict=True):

@@ -24,15 +24,28 @@ STORED = 1 + 31
 def running(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Sidecar, Engine]]:
-    with sidecar(pool_bytes="64MiB") as server:
+    # A lease of which the engine never hears runs out by itself.
+    with sidecar(pool_bytes="64MiB", lease_seconds=2) as server:
         config = transfer_config(
-            server.address, map_pool=request.param == "mapped", lookup_seconds=0.3, rpc_seconds=0.5
+            server.address,
+            map_pool=request.param == "mapped",
+            lookup_seconds=0.3,
+            rpc_seconds=0.5,
+            transfer_seconds=1.0,
         )
         with engine(model, tmp_path_factory.mktemp("outage"), kv_transfer_config=config) as started:
             started.one(WARMUP)
             started.one(LONG)
             await_blocks(server, STORED)
             yield server, started
+
+
+@pytest.fixture(autouse=True)
+def goes_on(running: tuple[Sidecar, Engine]) -> Iterator[None]:
+    yield
+    server, _ = running
+    if server.process.poll() is None:
+        server.resume()
 
 
 def waits(started: Engine) -> tuple[float, float, float]:

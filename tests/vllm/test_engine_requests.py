@@ -29,6 +29,7 @@ def crowded(
             kv_transfer_config=config,
             enable_prefix_caching=True,
             num_gpu_blocks_override=45,
+            max_model_len=1280,
         ) as running:
             running.one(WARMUP)
             yield server, running

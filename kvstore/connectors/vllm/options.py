@@ -11,7 +11,7 @@ from typing import Any
 from kvstore.errors import ConfigError
 from kvstore.service.client import TLS, Client, ClientOptions
 
-_SECONDS = ("lookup_seconds", "redis_seconds", "rpc_seconds")
+_SECONDS = ("lookup_seconds", "redis_seconds", "rpc_seconds", "transfer_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class ConnectorOptions:
     """The longest that the sidecar waits for blocks that are on their way from Redis."""
     rpc_seconds: float = 1.0
     """The longest that a call waits for an answer, beside that."""
+    transfer_seconds: float = 5.0
+    """The longest that one streamed load or save takes."""
     model: str | None = None
     """Name of the model in the store; engines that are to share blocks give the same one."""
     weights_id: str | None = None
@@ -59,7 +61,9 @@ class ConnectorOptions:
         tls = None
         if self.tls_ca or self.tls_cert or self.tls_key:
             tls = TLS(*(None if path is None else Path(path) for path in self._tls_files))
-        options = ClientOptions(rpc_seconds=self.rpc_seconds, map_pool=self.map_pool)
+        options = ClientOptions(
+            rpc_seconds=self.rpc_seconds, transfer_seconds=self.transfer_seconds, map_pool=self.map_pool
+        )
         return Client(self.address, token=self._token(), tls=tls, options=options)
 
     @property

@@ -99,7 +99,7 @@ class _Renewal:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._core.leases.period_seconds)
+            await asyncio.sleep(self._core.period_seconds)
             await self._transport.run(self._core.renew())
 
 
@@ -165,6 +165,8 @@ class AsyncNamespace(Namespace):
     ) -> AsyncStagedWrite:
         """Begin to write blocks ``first_block`` … of a prompt: ``async with await namespace.write(…)``."""
         opened = await self._transport.run(self._begin_write(prompt, extras, shard, first_block))
+        if opened.begun is not None:
+            self._renewal.start()
         return AsyncStagedWrite(self._core, self._transport, opened)
 
 

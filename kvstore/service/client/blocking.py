@@ -91,7 +91,7 @@ class Client:
 
 
 class _Renewal:
-    """The thread that keeps leases; there is none before the first lease."""
+    """The thread that keeps leases and tells of lost writes; there is none before the first of either."""
 
     def __init__(self, core: Core, transport: BlockingTransport) -> None:
         self._core = core
@@ -116,7 +116,7 @@ class _Renewal:
             thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._core.leases.period_seconds):
+        while not self._stopped.wait(self._core.period_seconds):
             self._transport.run(self._core.renew())
 
 
@@ -186,6 +186,8 @@ class ClientNamespace(Namespace):
     ) -> StagedWrite:
         """Begin to write blocks ``first_block`` … of a prompt; see ``StagedWrite``."""
         opened = self._transport.run(self._begin_write(prompt, extras, shard, first_block))
+        if opened.begun is not None:
+            self._renewal.start()  # it also says what the server could not be told of the write's end
         return StagedWrite(self._core, self._transport, opened)
 
     def borrow(self, ticket: Ticket) -> BorrowedLease:

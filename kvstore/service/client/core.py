@@ -51,6 +51,11 @@ class Core:
         """A name for a request that has none."""
         return f"{self._request_prefix}-{next(self._requests)}"
 
+    @property
+    def period_seconds(self) -> float:
+        """How long to wait from one ``renew`` to the next."""
+        return self.leases.period_seconds(self.sessions.current)
+
     def renew(self) -> Steps[None]:
         """Keep all leases, and say what is still to be said."""
         yield from self.leases.renew(self.sessions.end, self.options.rpc_seconds)

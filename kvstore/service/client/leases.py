@@ -138,11 +138,16 @@ class Leases:
     def lose_all_of(self, session: Session) -> None:
         self.lose([kept for kept in self.live() if kept.session is session])
 
-    @property
-    def period_seconds(self) -> float:
-        """How long to wait from one renewal to the next."""
-        shortest = min((kept.session.lease_seconds for kept in self.live()), default=0.0)
-        return shortest / _RENEWALS_PER_LEASE or _IDLE_SECONDS
+    def period_seconds(self, session: Session | None) -> float:
+        """How long to wait from one renewal to the next: a lease that ``session`` may get must not run out."""
+        live = [kept.session.lease_seconds for kept in self.live()]
+        if live:
+            return min(live) / _RENEWALS_PER_LEASE
+        return (
+            _IDLE_SECONDS
+            if session is None
+            else min(_IDLE_SECONDS, session.lease_seconds / _RENEWALS_PER_LEASE)
+        )
 
 
 def _release(session: Session, lease_id: int, used_blocks: int, seconds: float) -> Steps[None]:
