@@ -88,3 +88,10 @@ def parse_tcp_address(value: object) -> Address | None:
     if address is None or address.path is not None:
         raise ValueError("expected host:port, :port for the loopback interface, or none")
     return address
+
+
+def format_addresses(addresses: tuple[Address, ...] | Address | None) -> str:
+    """What ``parse_addresses`` and ``parse_tcp_address`` read."""
+    if addresses is None:
+        return "none"
+    return ",".join(map(str, addresses)) if isinstance(addresses, tuple) else str(addresses)

@@ -19,11 +19,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     model_validator,
 )
 
-from kvstore.address import LOOPBACK, Address, parse_addresses, parse_tcp_address
+from kvstore.address import LOOPBACK, Address, format_addresses, parse_addresses, parse_tcp_address
 from kvstore.errors import ConfigError
 from kvstore.quantity import Bytes, Seconds, format_bytes
 
@@ -96,8 +97,9 @@ def _matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Listen = Annotated[tuple[Address, ...], BeforeValidator(parse_addresses)]
-HttpListen = Annotated[Address | None, BeforeValidator(parse_tcp_address)]
+_AS_TEXT = PlainSerializer(format_addresses)
+Listen = Annotated[tuple[Address, ...], BeforeValidator(parse_addresses), _AS_TEXT]
+HttpListen = Annotated[Address | None, BeforeValidator(parse_tcp_address), _AS_TEXT]
 OptionalPath = Annotated[Path | None, BeforeValidator(_none_or_as_given)]
 RedisUrl = Annotated[str | None, BeforeValidator(_parse_redis_url)]
 Device = Annotated[str, _matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]

@@ -262,8 +262,7 @@ class TieredStore:
         return resident(self._parts, namespace)
 
     def reap(self, alive: Callable[[int], bool]) -> None:
-        """Give back the slots of writers in other processes that have ended, as ``alive(number)`` says."""
-        self._writes.reap(alive)
+        """Give back what an earlier store kept from writers that have ended since, as ``alive(number)`` says."""
         self._inherited.reap(alive)
 
     def pump(self, timeout: float = 0.0) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kvstore.block import BlockRows, Chain, Residency, Shard, SlotArray, TierName
@@ -98,11 +96,6 @@ class Writes:
             if now > write.deadline and not write.quarantined:
                 write.expire()
                 self._drop(write.rows, len(write.slots), DropCause.DEADLINE)
-
-    def reap(self, alive: Callable[[int], bool]) -> None:
-        """Give back the slots of writers in other processes that have ended."""
-        for write in [write for write in self._open.values() if write.writer and not alive(write.writer)]:
-            write.abort()
 
     def _over(self, write: Write, rows: BlockRows | None) -> None:
         del self._open[id(write)]

@@ -84,7 +84,7 @@ class Node:
         self._policy_known = False
         self._renewed_at = float("-inf")
         self._closed = False
-        # Guards what is above; notified when somebody who waits in _take may have to look again.
+        # Guards what is above; notified when somebody who waits may have to look again.
         self._changed = threading.Condition()
 
     def errors(self) -> Counter[str]:
@@ -175,25 +175,42 @@ class Node:
             return self._breaker.begin()
 
     def _take(self, slots: _Slots, deadline: float, *, is_probe: bool) -> WiredConnection:
-        with self._changed:
-            failures = slots.failures
-            while True:
-                if self._closed or (self._breaker.opened_at is not None and not is_probe):
-                    raise NodeDownError(f"redis {self._place} was given up meanwhile: {self._last_error}")
-                while slots.idle:
-                    connection = slots.idle.pop()
-                    if connection.wire.is_fit():
-                        slots.busy += 1
-                        return connection
-                    connection.shut()
+        failures, started = slots.failures, False
+        while True:
+            with self._changed:
+                connection = self._idle_one(slots, is_probe=is_probe)
+                if connection is not None:
+                    return connection
                 if slots.failures != failures:
                     raise ConnectError(slots.last_failure)
-                if slots.busy + slots.connecting < slots.limit:
-                    self._start_connecting(slots)
-                left = deadline - self._clock()
-                if left <= 0:
-                    raise TimeoutError("no connection in time") if slots.connecting else BusyError("all busy")
-                self._changed.wait(left)
+                if started or slots.busy + slots.connecting >= slots.limit:
+                    self._wait(slots, deadline)
+                    started = False
+                    continue
+                slots.connecting += 1
+            # Not under the lock: to start a thread is to wait until it runs.
+            self._start_connecting(slots)
+            started = True
+
+    def _wait(self, slots: _Slots, deadline: float) -> None:
+        left = deadline - self._clock()
+        if left > 0:
+            self._changed.wait(left)
+        elif slots.connecting:
+            raise TimeoutError("no connection in time")
+        else:
+            raise BusyError("all connections are busy")
+
+    def _idle_one(self, slots: _Slots, *, is_probe: bool) -> WiredConnection | None:
+        if self._closed or (self._breaker.opened_at is not None and not is_probe):
+            raise NodeDownError(f"redis {self._place} was given up meanwhile: {self._last_error}")
+        while slots.idle:
+            connection = slots.idle.pop()
+            if connection.wire.is_fit():
+                slots.busy += 1
+                return connection
+            connection.shut()
+        return None
 
     def _give_back(
         self, slots: _Slots, connection: WiredConnection | None, *, intact: bool, is_probe: bool
@@ -213,6 +230,7 @@ class Node:
         self._errors.add_replies(codes)
 
     def _start_connecting(self, slots: _Slots) -> None:
+        """Have one more connection made; it is counted already."""
         connecting = threading.Thread(
             target=self._connect_into,
             args=(slots, self._new_connection()),
@@ -222,8 +240,9 @@ class Node:
         try:
             connecting.start()
         except RuntimeError as error:
+            with self._changed:
+                slots.connecting -= 1
             raise ConnectionError(f"no thread to connect on: {error}") from error
-        slots.connecting += 1
 
     def _connect_into(self, slots: _Slots, connection: WiredConnection) -> None:
         failure: OSError | None = ConnectionError("connecting ended by an unexpected exception, see the log")

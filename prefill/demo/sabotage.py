@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.block import BlockRows
-from kvstore.tiers.redis_connection import connections_to
+from kvstore.tiers.redis_connection import ServerKind, WiredConnection, read_url
 from kvstore.tiers.redis_value import block_key
 from kvstore.tiers.redis_wire import Reply, Wire, command
 
@@ -18,7 +18,13 @@ def flip_last_byte(url: str, prefix: str, row: BlockRows, clock: Callable[[], fl
     False when Redis does not have the block, or is not there.
     """
     key = block_key(prefix, row, 0)
-    connection = connections_to(url, clock, _SECONDS_MAX)()
+    servers = read_url(url, clock, _SECONDS_MAX)
+    # Of a cluster's servers, those that do not keep the key refuse.
+    places = servers.addresses if servers.kind is ServerKind.CLUSTER else (None,)
+    return any(_flip(servers.connection(place), key, clock) for place in places)
+
+
+def _flip(connection: WiredConnection, key: bytes, clock: Callable[[], float]) -> bool:
     try:
         wire = connection.open(clock() + _SECONDS_MAX)
         value_bytes = _ask(wire, b"STRLEN", key)

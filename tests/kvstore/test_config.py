@@ -286,3 +286,9 @@ def test_a_password_is_shown_nowhere() -> None:
 )
 def test_mask_url(url: str, masked: str) -> None:
     assert mask_url(url) == masked
+
+
+def test_a_configuration_goes_through_json() -> None:
+    """As one process hands it to another."""
+    config = Config(listen="unix:/dev/shm/a.sock,:0", http_listen="none")
+    assert load_config(environ={}, overrides=config.model_dump(mode="json")).config == config

@@ -17,7 +17,7 @@ from kvstore.tiers.redis_connection import slot_of
 from kvstore.tiers.redis_value import block_key
 from tests.support.redis_fleets import ClusterFleet
 from tests.support.redis_store import Store, assert_loads, logged, opened, payloads_of, rows_of
-from tests.support.redis_traffic import LATE_SECONDS, Timed, Traffic
+from tests.support.redis_traffic import AT_ONCE_SECONDS, LATE_SECONDS, Timed, Traffic
 from tests.support.redis_ways import NEEDED_COMMANDS, shared_cluster
 from tests.support.valkey import ValkeyServer, eventually, start_valkey
 
@@ -215,7 +215,7 @@ def test_a_primary_that_dies_is_replaced_by_its_replica(tmp_path: Path) -> None:
         assert store.save(rows, payloads) == [SaveOutcome.STORED] * 300
         assert eventually(lambda: place not in store.tier.breakers())
         assert store.tier.status() == TierStatus(healthy=True)
-        assert set(store.tier.errors()) <= {"connection", "clusterdown", "moved"}
+        assert set(store.tier.errors()) <= {"connection", "clusterdown", "moved", "timeout", "busy"}
 
 
 def test_a_node_that_stops_answering_holds_up_nobody_else(cluster: ClusterFleet, store: Store) -> None:
@@ -251,9 +251,9 @@ def test_of_a_prompt_on_several_nodes_what_comes_before_a_dead_one_is_kept(
     other = next(number for number, owner in enumerate(owners) if owner is not owners[0])
     known = other * SEGMENT_BLOCKS
     owners[other].stop()
-    assert store.tier.match(rows, time.monotonic() + 0.1) == TierMatch(known, MissCause.TIMEOUT)
+    assert store.tier.match(rows, time.monotonic() + 0.5) == TierMatch(known, MissCause.TIMEOUT)
     destinations = [np.zeros(SIZE, dtype=np.uint8) for _ in range(600)]
-    causes = store.tier.load(rows, destinations, time.monotonic() + 0.2).causes
+    causes = store.tier.load(rows, destinations, time.monotonic() + 0.5).causes
     owners[other].resume()
     assert causes[:known] == [None] * known
     assert set(causes) == {None, MissCause.TIMEOUT}
@@ -274,7 +274,7 @@ def test_starts_without_a_cluster_and_attaches_by_itself(start_valkey: Callable[
         assert store.tier.status() == TierStatus(healthy=True), "nobody has asked for anything yet"
         with Timed() as timed:
             assert store.find(rows) == TierMatch(0, MissCause.UNAVAILABLE)
-        assert timed.seconds < LATE_SECONDS
+        assert timed.seconds < AT_ONCE_SECONDS
         assert store.save(rows, many_payloads(3)) == [SaveOutcome.UNAVAILABLE] * 3
         assert store.tier.errors() == {"connection": 1}
         status = store.tier.status()

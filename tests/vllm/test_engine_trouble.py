@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+from transformers import Gemma3TextConfig
 
-from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.engine import require_supported_version
-from kvstore.connectors.vllm.errors import UnsupportedError
+from tests.support.models import save_tiny_model
 from tests.support.sidecars import sidecar
-from tests.vllm.engines import BLOCK_SIZE, engine, transfer_config
+from tests.vllm.engines import BLOCK_SIZE, REPOSITORY, engine, environment, transfer_config
 from tests.vllm.prompts import EXACT, LONG
 from tests.vllm.stored import await_blocks, await_idle
 
@@ -45,18 +46,60 @@ def test_policies_and_layers_that_cannot_be(tmp_path: Path, model: Path, plain: 
             assert "set to 'recompute'" in line
 
 
-def test_all_that_vllm_asks_of_a_connector() -> None:
+def test_what_vllm_asks_of_a_connector() -> None:
     """Hooks have vLLM's own names: one that it renames would silently never be called."""
-    assert supports_hma(KVStoreConnector)
-    hooks = {name for name in vars(KVStoreConnector) if not name.startswith("_")}
-    theirs = set(dir(KVConnectorBase_V1)) | {"request_finished_all_groups"}
-    assert hooks <= theirs
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interface_main.py"))],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["ours"]) <= {*found["theirs"], "request_finished_all_groups"}
+    assert (found["abstract"], found["hma"]) == ([], True)
+    for version, refusal in found["refusals"].items():
+        supported = version.startswith("0.32.")
+        assert refusal == ("" if supported else refusal)
+        assert supported or f"this is vLLM {version}, and the connector knows 0.32.x" in refusal
 
 
-@pytest.mark.parametrize("version", ["0.31.4", "0.33.0", "1.0"])
-def test_another_vllm(version: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"this is vLLM {version}, and the connector knows 0\.32\.x"):
-        require_supported_version(version)
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which every other layer sees only a window."""
+    config = Gemma3TextConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    return save_tiny_model(config, tmp_path_factory.mktemp("windowed"))
+
+
+def test_layers_that_see_a_window(windowed: Path, tmp_path: Path) -> None:
+    """Left to the engine, with a line; served where the engine keeps all of their tokens."""
+    with sidecar(pool_bytes="64MiB") as server:
+        config = transfer_config(server.address)
+        with engine(windowed, tmp_path, kv_transfer_config=config) as running:
+            expected = [running.one(EXACT) for _ in range(2)]
+            assert [output.cached for output in expected] == [0, 0]
+            [line] = [each for each in running.log.splitlines() if "kvstore serves nothing" in each]
+            assert "SlidingWindowSpec" in line
+        whole = {"kv_transfer_config": config, "disable_hybrid_kv_cache_manager": True}
+        with engine(windowed, tmp_path, **whole) as running:
+            assert running.one(EXACT).tokens == expected[0].tokens
+            await_blocks(server, len(EXACT) // BLOCK_SIZE)
+            found = running.one(EXACT)
+            assert (found.cached, found.tokens) == (len(EXACT), expected[0].tokens)
 
 
 def test_two_ranks(model: Path, plain: Plain, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from kvstore.service.client import Client, ClientNamespace, HeldLease, Outcome
 from kvstore.spec import NamespaceSpec
 
 _log = logging.getLogger(__name__)
-_THREADS = 4
+_THREADS = 16
+"""Each waits for one answer; those that need Redis take their time."""
 _NONE = range(0)
 
 
@@ -54,13 +55,25 @@ class Pending:
     def poll(self, seconds: float) -> Answer | None:
         """The answer if it is there in so many seconds."""
         try:
-            return self._future.result(seconds)
+            self._future.exception(seconds)
         except TimeoutError:
             return None
+        return _answer_of(self._future)
 
     def then(self, handle: Callable[[Answer], Any]) -> None:
         """Have the answer, when it comes, handled by whoever brings it."""
-        self._future.add_done_callback(lambda future: handle(future.result()))
+        self._future.add_done_callback(lambda future: handle(_answer_of(future)))
+
+
+def _answer_of(future: Future[Answer]) -> Answer:
+    """What came; nothing where asking failed in a way that nobody foresaw."""
+    if future.cancelled():
+        return NOTHING
+    error = future.exception()
+    if error is not None:
+        _log.error("a request could not be looked up in kvstore", exc_info=error)
+        return NOTHING
+    return future.result()
 
 
 class Lookups:
@@ -78,6 +91,7 @@ class Lookups:
         self._namespaces: dict[NamespaceSpec, ClientNamespace] = {}
         self._told: set[object] = set()
         self._asked = count(1)
+        self._closed = False
 
     @property
     def failures(self) -> dict[Outcome, int]:
@@ -96,11 +110,12 @@ class Lookups:
 
     def release(self, answer: Answer, used_blocks: int, borrowed: range = _NONE) -> None:
         """The request is through with its lease; workers have read and found right what is ``borrowed``."""
-        if answer.lease is not None:
+        if answer.lease is not None and not self._closed:
             self._threads.submit(_release, answer.lease, used_blocks, borrowed)
 
     def close(self) -> None:
         """Give everything back that the sidecar can still be told of."""
+        self._closed = True  # leases that come from now on are the client's to release
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._client.close()
 

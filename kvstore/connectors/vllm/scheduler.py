@@ -141,7 +141,9 @@ class SchedulerSide:
         tracked.saved_blocks = tracked.local_blocks
         longest = request.num_tokens - (0 if self._policy.asynchronous else 1)
         wanted = longest // self._block_size
-        unwanted = request.skip_reading_prefix_cache or tracked.failed or not self._policy.loads
+        # An adapter's namespace is known only once it was asked for, also by who just saves.
+        unwanted = tracked.spec is not None and not self._policy.loads
+        unwanted = unwanted or request.skip_reading_prefix_cache or tracked.failed
         if unwanted or wanted <= tracked.local_blocks:
             self._drop_answer(tracked)
             return 0, False
@@ -150,7 +152,7 @@ class SchedulerSide:
             return None, False
         tracked.saved_blocks = answer.blocks
         new_blocks = min(wanted, answer.blocks) - tracked.local_blocks
-        if new_blocks <= 0:
+        if new_blocks <= 0 or not self._policy.loads:
             return 0, False
         return new_blocks * self._block_size, self._policy.asynchronous
 

@@ -88,10 +88,12 @@ class WorkerSide:
             filling = self._filling.pop(job_id, None)
             if filling is not None:
                 self._saving[self._savers.submit(self._publish, filling, good)] = job_id
-        fence = self._blocks.fence() if self._blocks is not None and orders.saves else None
+        fence = None if self._blocks is None or not orders.saves else self._blocks.fence()
         for job in orders.saves:
             self._progress.computed[job.job_id] += 1
-            if self._rank.ranks > 1:
+            if self._blocks is None:
+                self._progress.ended[job.job_id] += 1
+            elif self._rank.ranks > 1:
                 self._filling[job.job_id] = self._savers.submit(self._fill, job, fence)
             elif self._bad.isdisjoint(job.block_ids):
                 self._saving[self._savers.submit(self._store, job, fence)] = job.job_id

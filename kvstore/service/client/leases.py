@@ -139,7 +139,7 @@ class Leases:
         self.lose([kept for kept in self.live() if kept.session is session])
 
     def period_seconds(self, session: Session | None) -> float:
-        """How long to wait from one renewal to the next: a lease that ``session`` may get must not run out."""
+        """How long to wait from one renewal to the next: what ``session`` may lease must not run out."""
         live = [kept.session.lease_seconds for kept in self.live()]
         if live:
             return min(live) / _RENEWALS_PER_LEASE
