@@ -10,7 +10,7 @@ PROTOC := .venv/protoc/bin
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check format generate release-protos clean
+.PHONY: help demo test test-vllm soak check format generate release-protos clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -19,10 +19,13 @@ demo: .venv/.for-demo  ## Cached prefixes on a real model and a real server, thr
 	$(BIN)/python -m prefill demo
 
 test: .venv/.for-dev  ## Run the tests; PYTEST_ARGS adds options
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile $(PYTEST_ARGS)
 
 test-vllm: .venv-vllm/.for-tests  ## Run the connector's tests on a real vLLM; 2.5 GB into .venv-vllm
 	.venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+soak: .venv/.for-dev  ## Ten minutes of random kills of servers and clients
+	$(BIN)/python -m tests.soak --minutes 10
 
 check: .venv/.for-dev .venv/.for-protoc  ## Everything a change has to pass beside the tests
 	$(BIN)/ruff format --check .

@@ -262,7 +262,7 @@ class TieredStore:
         return resident(self._parts, namespace)
 
     def reap(self, alive: Callable[[int], bool]) -> None:
-        """Give back what an earlier store kept from writers that have ended since, as ``alive(number)`` says."""
+        """Give back what writers of an earlier store left, once ``alive(number)`` says that they have ended."""
         self._inherited.reap(alive)
 
     def pump(self, timeout: float = 0.0) -> None:
