@@ -167,7 +167,10 @@ class HazardModel:
         self._shape.learn(_shapes(columns), seen, foreseen)
         self._pace.learn(_paces(columns).ravel(), events.ravel(), expected.ravel())
         self._base = _base(self._events, self._exposure)
+        # What was asked for is asked for again: all at once costs little more than one.
+        asked = np.fromiter(self._worth, dtype=np.int64, count=len(self._worth))
         self._worth.clear()
+        self._weigh(asked)
 
     def fade(self) -> None:
         """Halve what was seen, so that the base follows a workload that changes."""

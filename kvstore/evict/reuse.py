@@ -94,6 +94,8 @@ class Reuse:
         self._rescore_at = 0
         self._blocks = 0
         self._now = 0.0
+        self._newest: _Chain | None = None
+        self._planned = 0
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -109,6 +111,7 @@ class Reuse:
             kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
             chain = self._open(now, length, turn, kind)
             self._name(chain, touch.hashes)
+            self._newest, self._planned = chain, length
             if hit < length:
                 self._await(chain, touch.hashes[hit * HASH_BYTES : (hit + 1) * HASH_BYTES])
             if hit:
@@ -160,6 +163,12 @@ class Reuse:
     # -- victims --------------------------------------------------------------------------------
 
     def victims(self, limit: int) -> SlotArray:
+        return self._choose(limit, None)
+
+    def make_room(self, limit: int) -> SlotArray:
+        return self._choose(limit, self._newest)
+
+    def _choose(self, limit: int, newest: _Chain | None) -> SlotArray:
         if self._requests >= self._rescore_at:
             self._rescore()
         heap, busy = self._heap, []
@@ -174,6 +183,12 @@ class Reuse:
             if present > following and present > score:
                 heappush(heap, (present, number))
                 continue
+            if newest is not None and chain is not newest:
+                limit -= self._refuse(newest, present)
+                newest = None
+                if limit <= 0:
+                    busy.append((present, number))
+                    break
             chosen = self._leaves(chain, self._droppable(chain, present, following, limit))
             if len(chosen):
                 self._drop(chain, chosen)
@@ -185,6 +200,15 @@ class Reuse:
         for entry in busy:
             heappush(heap, entry)
         return chosen
+
+    def _refuse(self, newest: _Chain, present: float) -> int:
+        worth = self._model.worth(newest.kind, self._now - newest.time)
+        while self._planned > newest.end:
+            missing = newest.length - self._planned
+            if worth * self._tails.share(missing) >= present:
+                break
+            self._planned -= min(self._tails.droppable(missing, present / worth), self._planned - newest.end)
+        return newest.length - self._planned
 
     def _drop(self, chain: _Chain, chosen: SlotArray) -> None:
         self._owner[chosen] = _NOBODY

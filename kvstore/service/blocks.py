@@ -213,9 +213,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             slots = _part(lease, shard, request.first_block, request.blocks)
             known = self._namespaces.by_root(caller.tenant, lease.chain.namespace)
             size = known.spec.payload_bytes_on(shard)
+            began = self._owner.now()
             with self._clients.streaming(client):
                 async for piece in send(self._store.host, lease, slots, size):
                     yield piece
+            self._store.report_moved(TierName.HOST, None, len(slots) * size, began)
 
     async def WriteBlocks(  # noqa: N802
         self, request_iterator: AsyncIterator[block_pb2.WriteBlocksRequest], context: Context
@@ -230,8 +232,10 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 raise NotPossibleError(
                     "this client maps the pool file; fill the slots there, or register without can_map"
                 )
+            began = self._owner.now()
             with self._clients.streaming(client):
                 count = await receive(opened, first.data, request_iterator)
+            self._store.report_moved(None, TierName.HOST, count, began)
             return block_pb2.WriteBlocksResponse(bytes=count)
 
     async def Prefetch(  # noqa: N802

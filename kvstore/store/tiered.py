@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
-from kvstore.events import EventBus, Listener, TokensProbed
+from kvstore.events import BytesMoved, EventBus, Listener, TokensProbed
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.integrity import check_pool
@@ -262,7 +262,7 @@ class TieredStore:
         return resident(self._parts, namespace)
 
     def reap(self, alive: Callable[[int], bool]) -> None:
-        """Give back what writers of an earlier store left, once ``alive(number)`` says that they have ended."""
+        """Give back what an earlier store's writers left, once they have ended: ``alive(number)`` says."""
         self._inherited.reap(alive)
 
     def pump(self, timeout: float = 0.0) -> None:
@@ -292,6 +292,11 @@ class TieredStore:
         while not self._demotions.idle and (left := deadline - self._clock()) > 0:
             self.pump(left)
         return self._demotions.idle
+
+    def report_moved(self, source: TierName | None, target: TierName | None, size: int, began: float) -> None:
+        """Payload bytes went between the host tier and a caller (None) of this store's owner."""
+        now = self._clock()
+        self._parts.bus.emit(BytesMoved(now, source, target, size, now - began))
 
     def usage(self) -> dict[TierName, PoolUsage]:
         return {tier.name: tier.pool.usage() for tier in self.memory}

@@ -148,9 +148,12 @@ class PoolView:
             sums[part.start : part.stop] = part.layout.table.checksum[part.rows]
         return sums
 
-    def views(self, offsets: Offsets, size: int) -> list[Payload]:
-        """The first ``size`` bytes of each block, in place."""
+    def views(self, offsets: Offsets, size: int, *, writable: bool = False) -> list[Payload]:
+        """The first ``size`` bytes of each block, in place; to be written only by who was given the slots."""
         memory = self.memory
+        if not writable:
+            memory = memory.view()
+            memory.setflags(write=False)  # what is cut from it is read-only too
         return [memory[at : at + size] for at in offsets.tolist()]
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from kvstore.tiers.redis_value import block_key
 from tests.support.redis_fleets import ClusterFleet
 from tests.support.redis_store import Store, assert_loads, logged, opened, payloads_of, rows_of
 from tests.support.redis_traffic import AT_ONCE_SECONDS, LATE_SECONDS, Timed, Traffic
-from tests.support.redis_ways import NEEDED_COMMANDS, shared_cluster
+from tests.support.redis_ways import NEEDED_COMMANDS, shared_cluster, start_tls
 from tests.support.valkey import ValkeyServer, eventually, start_valkey
 
 __all__ = ["shared_cluster", "start_valkey"]
@@ -305,6 +305,18 @@ def test_a_wrong_password_later_on_is_an_outage_that_ends(start_valkey: Callable
         server.client.acl_setuser("kv", enabled=True, passwords=["+first"])
         assert eventually(lambda: store.match(rows) == 3)
         assert store.tier.status().healthy
+
+
+def test_a_cluster_with_tls(tmp_path: Path) -> None:
+    server, query = start_tls(tmp_path, **{"cluster-enabled": "yes", "tls-cluster": "yes"})
+    server.run("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    place = f"127.0.0.1:{server.setting('tls-port')}"
+    with opened(None, f"rediss+cluster://{place}?{query}") as store:
+        rows = rows_of(300)
+        assert eventually(lambda: store.save(rows, many_payloads(300)) == [SaveOutcome.STORED] * 300)
+        assert_loads(store, rows, many_payloads(300))
+        assert store.tier.breakers() == {place: False}
+    server.close()
 
 
 def test_a_server_that_is_no_cluster_is_told_apart(start_valkey: Callable[..., ValkeyServer]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from kvstore.block import MissCause
-from kvstore.config import mask_url
+from kvstore.config import load_config, mask_url
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.base import SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.redis import RedisOptions, RedisTier
@@ -150,6 +150,31 @@ def test_a_malformed_url_is_an_error_without_its_password(url: str) -> None:
         RedisTier(RedisOptions(url), time.monotonic)
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
     assert mask_url(url) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "places"),
+    [
+        ("redis://host", ["host:6379"]),
+        ("rediss://user:p%40ss@[::1]:6380/3?ssl_ca_certs=ca.pem", ["::1:6380"]),
+        ("unix:///run/redis.sock?db=2", ["/run/redis.sock"]),
+        ("redis+sentinel://:pw@host,[::1]:1/service?db=1&sentinel_password=other", ["service"]),
+        ("redis+cluster://user:pw@a,b:7001", ["a:6379", "b:7001"]),
+        ("rediss+cluster://a:7000?ssl_ca_certs=ca.pem", ["a:7000"]),
+    ],
+)
+def test_what_the_configuration_takes_the_tier_understands(url: str, places: list[str]) -> None:
+    assert load_config(environ={"KVSTORE_REDIS_URL": url}, overrides={}).config.redis_url == url
+    with opened(None, url) as store:
+        assert store.tier.breakers() == dict.fromkeys(places, False)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis+cluster://", "redis+sentinel://host", "redis://a,b", "unix+cluster:///path"]
+)
+def test_what_the_tier_does_not_understand_the_configuration_refuses(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"redis\+cluster:// with hosts"):
+        load_config(environ={"KVSTORE_REDIS_URL": url}, overrides={})
 
 
 @pytest.mark.parametrize(

@@ -37,23 +37,25 @@ def shared_unix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
 
 @pytest.fixture(scope="session")
 def shared_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Way]:
-    """The distribution's Redis, which has TLS; it and its clients show each other certificates."""
+    server, query = start_tls(tmp_path_factory.mktemp("tls"))
+    yield Way(f"rediss://127.0.0.1:{server.setting('tls-port')}?{query}", server.client, server.clear)
+    server.close()
+
+
+def start_tls(folder: Path, **settings: str) -> tuple[ValkeyServer, str]:
+    """The distribution's Redis, which has TLS, and what a URL needs: both sides show certificates."""
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server on PATH: apt-get install redis-server")
-    folder = tmp_path_factory.mktemp("tls")
     make_certificates(folder)
-    settings = {
+    tls = {
         "tls-port": str(free_port()),
         "tls-ca-cert-file": str(folder / "ca.pem"),
         "tls-cert-file": str(folder / "server.pem"),
         "tls-key-file": str(folder / "server.key"),
     }
-    server = ValkeyServer(folder, settings, Path(binary))
     own = f"ssl_certfile={folder}/server.pem&ssl_keyfile={folder}/server.key"
-    url = f"rediss://127.0.0.1:{settings['tls-port']}?ssl_ca_certs={folder}/ca.pem&{own}"
-    yield Way(url, server.client, server.clear)
-    server.close()
+    return ValkeyServer(folder, tls | settings, Path(binary)), f"ssl_ca_certs={folder}/ca.pem&{own}"
 
 
 @pytest.fixture(scope="session")

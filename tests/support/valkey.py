@@ -67,6 +67,10 @@ class ValkeyServer:
         self.client.close()
         self._process.close()
 
+    def setting(self, name: str) -> str:
+        """What the server was started with."""
+        return self._settings[name]
+
     def run(self, *words: str | int | bytes) -> Any:
         """A command that redis-py has no method for, or one whose reply it turns into something else."""
         run: Callable[..., Any] = self.client.execute_command

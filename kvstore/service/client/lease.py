@@ -152,12 +152,8 @@ class Lease:
         """Copy the run's first blocks; how many of the copies are right."""
         payloads = yield from self._fetch(shard)
         pairs = list(zip(destinations, payloads, strict=False))
-        for target, payload in pairs:
-            if target.shape != payload.shape or target.dtype != payload.dtype:
-                raise LeaseError(
-                    f"a destination has shape {target.shape} and dtype {target.dtype}, expected "
-                    f"{payload.shape} and uint8; pass one array of the payload's bytes a block"
-                )
+        if pairs:
+            _require_shape(destinations[: len(pairs)], pairs[0][1])
         yield from work(lambda: _copy_all(pairs))
         return min(len(pairs), self.valid(shard))
 
@@ -193,8 +189,6 @@ class Lease:
     def _in_place(self, held: Held, shard: Shard) -> Steps[list[Payload]]:
         offsets = held.promise.places[shard].offsets[: self._limits[shard]]
         payloads = held.session.views(offsets, held.sizes[shard])
-        for payload in payloads:
-            payload.setflags(write=False)
         unread = held.session.unread(offsets)
         if unread:
             intact = yield from work(lambda: _first_damaged(payloads, unread))
@@ -240,6 +234,18 @@ class Lease:
                 "name one of them, or register the namespace with the engine's tp_size and pp_size"
             )
         return limit
+
+
+def _require_shape(destinations: Sequence[Payload], payload: Payload) -> None:
+    """LeaseError where one is not as long as a payload, or not of its bytes."""
+    shape, dtype = payload.shape, payload.dtype
+    for target in destinations:
+        # Arrays of one type share one object for it, almost always.
+        if target.shape != shape or (target.dtype is not dtype and target.dtype != dtype):
+            raise LeaseError(
+                f"a destination has shape {target.shape} and dtype {target.dtype}, expected {shape} and "
+                "uint8; pass one array of the payload's bytes a block"
+            )
 
 
 def _copy_all(pairs: list[tuple[Payload, Payload]]) -> None:

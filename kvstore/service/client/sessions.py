@@ -74,10 +74,10 @@ class Session:
             # After the generations: a server that takes the file over changes the epoch first.
             return found if self._pool.epoch == self.epoch else 0
 
-    def views(self, offsets: NDArray[np.int64], size: int) -> list[Payload]:
+    def views(self, offsets: NDArray[np.int64], size: int, *, writable: bool = False) -> list[Payload]:
         """Payloads in place; none of a session that is over."""
         with self._lock:
-            return [] if self._pool is None else self._pool.views(offsets, size)
+            return [] if self._pool is None else self._pool.views(offsets, size, writable=writable)
 
     def unread(self, offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
         """(position, checksum) of the blocks whose payload has to be compared before it is used."""

@@ -84,8 +84,6 @@ class BorrowedBlocks:
 
     def _in_place(self, session: Session, places: Places, shard: Shard) -> Steps[list[Payload]]:
         payloads = session.views(places.offsets, self._ticket.sizes[shard])
-        for payload in payloads:
-            payload.setflags(write=False)
         unread = session.unread(places.offsets)
         intact = yield from work(lambda: _intact(payloads, unread))
         self._limits[shard] = intact

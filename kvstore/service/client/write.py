@@ -81,7 +81,7 @@ class Write:
 
     def _places(self, begun: Begun) -> list[Payload]:
         if begun.slots.offsets is not None:
-            return begun.session.views(begun.slots.offsets, begun.size)
+            return begun.session.views(begun.slots.offsets, begun.size, writable=True)
         self._buffer = np.empty((begun.slots.yours, begun.size), dtype=np.uint8)
         return list(self._buffer)
 
