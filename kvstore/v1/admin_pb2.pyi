@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "epoch", "uptime_seconds", "pool_path", "tiers", "leases", "writes", "clients", "namespaces", "asked_tokens", "hit_tokens", "miss_tokens", "tenants", "adopted_blocks")
+    __slots__ = ("version", "epoch", "uptime_seconds", "pool_path", "tiers", "leases", "writes", "clients", "namespaces", "asked_tokens", "hit_tokens", "miss_tokens", "tenants", "adopted_blocks", "pins")
     class HitTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class GetStatusResponse(_message.Message):
     MISS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     uptime_seconds: float
@@ -56,7 +57,20 @@ class GetStatusResponse(_message.Message):
     miss_tokens: _containers.ScalarMap[str, int]
     tenants: _containers.RepeatedCompositeFieldContainer[TenantReport]
     adopted_blocks: int
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., pool_path: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., leases: _Optional[int] = ..., writes: _Optional[int] = ..., clients: _Optional[int] = ..., namespaces: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., miss_tokens: _Optional[_Mapping[str, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantReport, _Mapping]]] = ..., adopted_blocks: _Optional[int] = ...) -> None: ...
+    pins: _containers.RepeatedCompositeFieldContainer[PinReport]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., pool_path: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., leases: _Optional[int] = ..., writes: _Optional[int] = ..., clients: _Optional[int] = ..., namespaces: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., miss_tokens: _Optional[_Mapping[str, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantReport, _Mapping]]] = ..., adopted_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ...) -> None: ...
+
+class PinReport(_message.Message):
+    __slots__ = ("name", "tenant", "tokens", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenant: str
+    tokens: int
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class TierReport(_message.Message):
     __slots__ = ("tier", "healthy", "reason", "pool")

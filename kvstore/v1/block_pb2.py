@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvstore.v1 import types_pb2 as kvstore_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/block.proto\x12\nkvstore.v1\x1a\x16kvstore/v1/types.proto\"\x80\x02\n\rNamespaceSpec\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nweights_id\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0e\n\x06layers\x18\x08 \x01(\r\x12\x0e\n\x06planes\x18\t \x01(\r\x12\x10\n\x08kv_heads\x18\n \x01(\r\x12\x11\n\thead_size\x18\x0b \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x15\n\rpayload_bytes\x18\r \x01(\x04\"\xac\x01\n\x18RegisterNamespaceRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\x04\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12,\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x17.kvstore.v1.Parallelism\x12\x0f\n\x07\x63\x61n_map\x18\x05 \x01(\x08\"\xc2\x01\n\x19RegisterNamespaceResponse\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tpool_path\x18\x03 \x01(\t\x12\x15\n\rpayload_bytes\x18\x04 \x03(\x04\x12+\n\x08siblings\x18\x05 \x03(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\"\x9f\x01\n\x0e\x41\x63quireRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x06prompt\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\x12 \n\x05hints\x18\x06 \x01(\x0b\x32\x11.kvstore.v1.Hints\"T\n\x05Hints\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x19\n\x0cidle_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_idle_seconds\"\x9e\x01\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\"\n\x06shards\x18\x05 \x03(\x0b\x32\x12.kvstore.v1.Places\x12%\n\x05tiers\x18\x06 \x03(\x0b\x32\x16.kvstore.v1.TierBlocks\".\n\x06Places\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x02 \x01(\x0c\"<\n\nTierBlocks\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.kvstore.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"@\n\x0cRenewRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tlease_ids\x18\x03 \x03(\x04\"\'\n\rRenewResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\x04\"k\n\x0eReleaseRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x18\n\x0bused_blocks\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_used_blocks\"\x11\n\x0fReleaseResponse\"\x8d\x01\n\x11\x42\x65ginWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12 \n\x05shard\x18\x04 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\"Z\n\x12\x42\x65ginWriteResponse\x12\x10\n\x08write_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"X\n\x12\x43ommitWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"%\n\x13\x43ommitWriteResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"D\n\x11\x41\x62ortWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\"\x14\n\x12\x41\x62ortWriteResponse\"\x8b\x01\n\x11ReadBlocksRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12 \n\x05shard\x18\x04 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\"5\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"S\n\x12WriteBlocksRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"$\n\x13WriteBlocksResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"K\n\x0fPrefetchRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"<\n\x10PrefetchResponse\x12\x17\n\x0fresident_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07pending\x18\x02 \x01(\x08*\x97\x01\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42LOCK_STATUS_PRESENT\x10\x01\x12\x1e\n\x1a\x42LOCK_STATUS_BEING_WRITTEN\x10\x02\x12\x16\n\x12\x42LOCK_STATUS_YOURS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_REFUSED\x10\x04\x32\x88\x06\n\x0c\x42lockService\x12`\n\x11RegisterNamespace\x12$.kvstore.v1.RegisterNamespaceRequest\x1a%.kvstore.v1.RegisterNamespaceResponse\x12\x42\n\x07\x41\x63quire\x12\x1a.kvstore.v1.AcquireRequest\x1a\x1b.kvstore.v1.AcquireResponse\x12<\n\x05Renew\x12\x18.kvstore.v1.RenewRequest\x1a\x19.kvstore.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12K\n\nBeginWrite\x12\x1d.kvstore.v1.BeginWriteRequest\x1a\x1e.kvstore.v1.BeginWriteResponse\x12N\n\x0b\x43ommitWrite\x12\x1e.kvstore.v1.CommitWriteRequest\x1a\x1f.kvstore.v1.CommitWriteResponse\x12K\n\nAbortWrite\x12\x1d.kvstore.v1.AbortWriteRequest\x1a\x1e.kvstore.v1.AbortWriteResponse\x12M\n\nReadBlocks\x12\x1d.kvstore.v1.ReadBlocksRequest\x1a\x1e.kvstore.v1.ReadBlocksResponse0\x01\x12P\n\x0bWriteBlocks\x12\x1e.kvstore.v1.WriteBlocksRequest\x1a\x1f.kvstore.v1.WriteBlocksResponse(\x01\x12\x45\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x1c.kvstore.v1.PrefetchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/block.proto\x12\nkvstore.v1\x1a\x16kvstore/v1/types.proto\"\x80\x02\n\rNamespaceSpec\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x11\n\talgorithm\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x12\n\nweights_id\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x0e\n\x06layout\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x0e\n\x06layers\x18\x08 \x01(\r\x12\x0e\n\x06planes\x18\t \x01(\r\x12\x10\n\x08kv_heads\x18\n \x01(\r\x12\x11\n\thead_size\x18\x0b \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x15\n\rpayload_bytes\x18\r \x01(\x04\"\xac\x01\n\x18RegisterNamespaceRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\x04\x12\'\n\x04spec\x18\x03 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12,\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x17.kvstore.v1.Parallelism\x12\x0f\n\x07\x63\x61n_map\x18\x05 \x01(\x08\"\xc2\x01\n\x19RegisterNamespaceResponse\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tpool_path\x18\x03 \x01(\t\x12\x15\n\rpayload_bytes\x18\x04 \x03(\x04\x12+\n\x08siblings\x18\x05 \x03(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x15\n\rlease_seconds\x18\x06 \x01(\x01\x12\x15\n\rwrite_seconds\x18\x07 \x01(\x01\"\x9f\x01\n\x0e\x41\x63quireRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\"\n\x06prompt\x18\x04 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x14\n\x0cwait_seconds\x18\x05 \x01(\x01\x12 \n\x05hints\x18\x06 \x01(\x0b\x32\x11.kvstore.v1.Hints\"T\n\x05Hints\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x19\n\x0cidle_seconds\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_idle_seconds\"\x9e\x01\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\x08\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\"\n\x06shards\x18\x05 \x03(\x0b\x32\x12.kvstore.v1.Places\x12%\n\x05tiers\x18\x06 \x03(\x0b\x32\x16.kvstore.v1.TierBlocks\".\n\x06Places\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x02 \x01(\x0c\"<\n\nTierBlocks\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.kvstore.v1.Tier\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"@\n\x0cRenewRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tlease_ids\x18\x03 \x03(\x04\"\'\n\rRenewResponse\x12\x16\n\x0elost_lease_ids\x18\x01 \x03(\x04\"\x84\x01\n\x0eReleaseRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x18\n\x0bused_blocks\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x63ompared_blocks\x18\x05 \x01(\rB\x0e\n\x0c_used_blocks\"\x11\n\x0fReleaseResponse\"\x9f\x01\n\x11\x42\x65ginWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12 \n\x05shard\x18\x04 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\x12\x10\n\x08write_id\x18\x06 \x01(\r\"Z\n\x12\x42\x65ginWriteResponse\x12\x10\n\x08write_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"X\n\x12\x43ommitWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\x12\x11\n\tchecksums\x18\x04 \x01(\x0c\"%\n\x13\x43ommitWriteResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"D\n\x11\x41\x62ortWriteRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\"\x14\n\x12\x41\x62ortWriteResponse\"\x8b\x01\n\x11ReadBlocksRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12 \n\x05shard\x18\x04 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\r\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\"5\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\"S\n\x12WriteBlocksRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08write_id\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"$\n\x13WriteBlocksResponse\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"K\n\x0fPrefetchRequest\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.kvstore.v1.Prompt\x12\x14\n\x0cwait_seconds\x18\x02 \x01(\x01\"<\n\x10PrefetchResponse\x12\x17\n\x0fresident_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07pending\x18\x02 \x01(\x08*\x97\x01\n\x0b\x42lockStatus\x12\x1c\n\x18\x42LOCK_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42LOCK_STATUS_PRESENT\x10\x01\x12\x1e\n\x1a\x42LOCK_STATUS_BEING_WRITTEN\x10\x02\x12\x16\n\x12\x42LOCK_STATUS_YOURS\x10\x03\x12\x18\n\x14\x42LOCK_STATUS_REFUSED\x10\x04\x32\x88\x06\n\x0c\x42lockService\x12`\n\x11RegisterNamespace\x12$.kvstore.v1.RegisterNamespaceRequest\x1a%.kvstore.v1.RegisterNamespaceResponse\x12\x42\n\x07\x41\x63quire\x12\x1a.kvstore.v1.AcquireRequest\x1a\x1b.kvstore.v1.AcquireResponse\x12<\n\x05Renew\x12\x18.kvstore.v1.RenewRequest\x1a\x19.kvstore.v1.RenewResponse\x12\x42\n\x07Release\x12\x1a.kvstore.v1.ReleaseRequest\x1a\x1b.kvstore.v1.ReleaseResponse\x12K\n\nBeginWrite\x12\x1d.kvstore.v1.BeginWriteRequest\x1a\x1e.kvstore.v1.BeginWriteResponse\x12N\n\x0b\x43ommitWrite\x12\x1e.kvstore.v1.CommitWriteRequest\x1a\x1f.kvstore.v1.CommitWriteResponse\x12K\n\nAbortWrite\x12\x1d.kvstore.v1.AbortWriteRequest\x1a\x1e.kvstore.v1.AbortWriteResponse\x12M\n\nReadBlocks\x12\x1d.kvstore.v1.ReadBlocksRequest\x1a\x1e.kvstore.v1.ReadBlocksResponse0\x01\x12P\n\x0bWriteBlocks\x12\x1e.kvstore.v1.WriteBlocksRequest\x1a\x1f.kvstore.v1.WriteBlocksResponse(\x01\x12\x45\n\x08Prefetch\x12\x1b.kvstore.v1.PrefetchRequest\x1a\x1c.kvstore.v1.PrefetchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.v1.block_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSTATUS']._serialized_start=2364
-  _globals['_BLOCKSTATUS']._serialized_end=2515
+  _globals['_BLOCKSTATUS']._serialized_start=2408
+  _globals['_BLOCKSTATUS']._serialized_end=2559
   _globals['_NAMESPACESPEC']._serialized_start=63
   _globals['_NAMESPACESPEC']._serialized_end=319
   _globals['_REGISTERNAMESPACEREQUEST']._serialized_start=322
@@ -54,34 +54,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENEWREQUEST']._serialized_end=1276
   _globals['_RENEWRESPONSE']._serialized_start=1278
   _globals['_RENEWRESPONSE']._serialized_end=1317
-  _globals['_RELEASEREQUEST']._serialized_start=1319
-  _globals['_RELEASEREQUEST']._serialized_end=1426
-  _globals['_RELEASERESPONSE']._serialized_start=1428
-  _globals['_RELEASERESPONSE']._serialized_end=1445
-  _globals['_BEGINWRITEREQUEST']._serialized_start=1448
-  _globals['_BEGINWRITEREQUEST']._serialized_end=1589
-  _globals['_BEGINWRITERESPONSE']._serialized_start=1591
-  _globals['_BEGINWRITERESPONSE']._serialized_end=1681
-  _globals['_COMMITWRITEREQUEST']._serialized_start=1683
-  _globals['_COMMITWRITEREQUEST']._serialized_end=1771
-  _globals['_COMMITWRITERESPONSE']._serialized_start=1773
-  _globals['_COMMITWRITERESPONSE']._serialized_end=1810
-  _globals['_ABORTWRITEREQUEST']._serialized_start=1812
-  _globals['_ABORTWRITEREQUEST']._serialized_end=1880
-  _globals['_ABORTWRITERESPONSE']._serialized_start=1882
-  _globals['_ABORTWRITERESPONSE']._serialized_end=1902
-  _globals['_READBLOCKSREQUEST']._serialized_start=1905
-  _globals['_READBLOCKSREQUEST']._serialized_end=2044
-  _globals['_READBLOCKSRESPONSE']._serialized_start=2046
-  _globals['_READBLOCKSRESPONSE']._serialized_end=2099
-  _globals['_WRITEBLOCKSREQUEST']._serialized_start=2101
-  _globals['_WRITEBLOCKSREQUEST']._serialized_end=2184
-  _globals['_WRITEBLOCKSRESPONSE']._serialized_start=2186
-  _globals['_WRITEBLOCKSRESPONSE']._serialized_end=2222
-  _globals['_PREFETCHREQUEST']._serialized_start=2224
-  _globals['_PREFETCHREQUEST']._serialized_end=2299
-  _globals['_PREFETCHRESPONSE']._serialized_start=2301
-  _globals['_PREFETCHRESPONSE']._serialized_end=2361
-  _globals['_BLOCKSERVICE']._serialized_start=2518
-  _globals['_BLOCKSERVICE']._serialized_end=3294
+  _globals['_RELEASEREQUEST']._serialized_start=1320
+  _globals['_RELEASEREQUEST']._serialized_end=1452
+  _globals['_RELEASERESPONSE']._serialized_start=1454
+  _globals['_RELEASERESPONSE']._serialized_end=1471
+  _globals['_BEGINWRITEREQUEST']._serialized_start=1474
+  _globals['_BEGINWRITEREQUEST']._serialized_end=1633
+  _globals['_BEGINWRITERESPONSE']._serialized_start=1635
+  _globals['_BEGINWRITERESPONSE']._serialized_end=1725
+  _globals['_COMMITWRITEREQUEST']._serialized_start=1727
+  _globals['_COMMITWRITEREQUEST']._serialized_end=1815
+  _globals['_COMMITWRITERESPONSE']._serialized_start=1817
+  _globals['_COMMITWRITERESPONSE']._serialized_end=1854
+  _globals['_ABORTWRITEREQUEST']._serialized_start=1856
+  _globals['_ABORTWRITEREQUEST']._serialized_end=1924
+  _globals['_ABORTWRITERESPONSE']._serialized_start=1926
+  _globals['_ABORTWRITERESPONSE']._serialized_end=1946
+  _globals['_READBLOCKSREQUEST']._serialized_start=1949
+  _globals['_READBLOCKSREQUEST']._serialized_end=2088
+  _globals['_READBLOCKSRESPONSE']._serialized_start=2090
+  _globals['_READBLOCKSRESPONSE']._serialized_end=2143
+  _globals['_WRITEBLOCKSREQUEST']._serialized_start=2145
+  _globals['_WRITEBLOCKSREQUEST']._serialized_end=2228
+  _globals['_WRITEBLOCKSRESPONSE']._serialized_start=2230
+  _globals['_WRITEBLOCKSRESPONSE']._serialized_end=2266
+  _globals['_PREFETCHREQUEST']._serialized_start=2268
+  _globals['_PREFETCHREQUEST']._serialized_end=2343
+  _globals['_PREFETCHRESPONSE']._serialized_start=2345
+  _globals['_PREFETCHRESPONSE']._serialized_end=2405
+  _globals['_BLOCKSERVICE']._serialized_start=2562
+  _globals['_BLOCKSERVICE']._serialized_end=3338
 # @@protoc_insertion_point(module_scope)

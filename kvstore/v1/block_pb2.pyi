@@ -158,34 +158,38 @@ class RenewResponse(_message.Message):
     def __init__(self, lost_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("client", "epoch", "lease_id", "used_blocks")
+    __slots__ = ("client", "epoch", "lease_id", "used_blocks", "compared_blocks")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     lease_id: int
     used_blocks: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., used_blocks: _Optional[int] = ...) -> None: ...
+    compared_blocks: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., used_blocks: _Optional[int] = ..., compared_blocks: _Optional[int] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class BeginWriteRequest(_message.Message):
-    __slots__ = ("client", "epoch", "prompt", "shard", "first_block")
+    __slots__ = ("client", "epoch", "prompt", "shard", "first_block", "write_id")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    WRITE_ID_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     prompt: _types_pb2.Prompt
     shard: _types_pb2.Shard
     first_block: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
+    write_id: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., first_block: _Optional[int] = ..., write_id: _Optional[int] = ...) -> None: ...
 
 class BeginWriteResponse(_message.Message):
     __slots__ = ("write_id", "statuses", "offsets", "seconds")
