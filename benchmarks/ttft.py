@@ -20,7 +20,7 @@ from report import Report, parser
 from transformers import DynamicCache
 
 from kvstore.block import WHOLE, Chain, SlotArray, TierName
-from kvstore.config import load_config
+from kvstore.settings import load_config
 from kvstore.tiers.redis_embedded import EmbeddedRedis
 from prefill.assemble import Worker, build_worker
 from prefill.model import LoadedModel, load_model

@@ -51,7 +51,7 @@ def sidecar() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="kvstore-benchmark-", dir="/dev/shm") as folder:
         flags = (
             f"--json --pool-path {folder}/pool --listen unix:{folder}/socket --http-listen none "
-            "--pool-bytes 2GiB --redis-url embedded --redis-queue-bytes 1GiB --log-level warning"
+            "--pool-bytes 1GiB --redis-url embedded --redis-queue-bytes 512MiB --log-level warning"
         )
         command = [sys.executable, "-m", "kvstore", "serve", *flags.split()]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as server:

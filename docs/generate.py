@@ -17,22 +17,21 @@ from pydantic.fields import FieldInfo
 
 import kvstore.metrics
 import kvstore.service.tenants
-from kvstore.config import ENVIRONMENT_PREFIX, Config, load_config
+from kvstore.config import PREFILL_ONLY, Config
 from kvstore.metric_table import METRICS, Kind, Metric, Source
+from kvstore.settings import ENVIRONMENT_PREFIX, load_config
 
 DOCS = Path(__file__).resolve().parent
 GENERATED = "<!-- Written by docs/generate.py from {source}. Do not edit. -->\n"
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Blocks": ("block_size", "hash_algorithm"),
-    "Memory": ("pool_path", "pool_bytes", "extent_bytes", "device", "device_bytes"),
+    "Memory": ("pool_path", "pool_bytes", "extent_bytes"),
     "Redis": (
         "redis_url",
         "redis_prefix",
         "redis_ttl_seconds",
         "redis_connections",
         "redis_probe_seconds",
-        "redis_acquire_seconds",
         "redis_queue_bytes",
     ),
     "Server": ("listen", "http_listen", "drain_seconds", "log_level"),
@@ -44,6 +43,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "client_staged_bytes",
         "client_streams",
     ),
+    "Prefill only": PREFILL_ONLY,
 }
 
 CONFIGURATION = """# Configuration
@@ -54,9 +54,15 @@ start: one line for each, with what would fit. `kvstore config` shows what holds
 
 - A size is a number of bytes or has a unit: `1GiB`, `512MiB`, `64MB`, `1048576`.
 - A duration is a number of seconds or has a unit: `500ms`, `30s`, `5m`, `2h`, `1d`.
-- In TOML, text stands in quotes: `pool_bytes = "8GiB"`, `listen = "unix:/run/kvstore.sock, :9471"`.
-- An address that other machines reach needs `tenants_file` and `tls_cert`. With `tls_cert`, every
-  `host:port` of `listen` speaks TLS; a unix socket never does.
+- In TOML, text stands in quotes: `pool_bytes = "8GiB"`, `listen = "unix:/run/kvstore.sock, :9471"`. All keys
+  stand at the top: there are no tables.
+- A unix socket is open to the user who runs the server. A port of the loopback interface is open to every user of
+  the machine unless there is a `tenants_file`. An address that other machines reach needs `tenants_file` and
+  `tls_cert`. With `tls_cert`, every `host:port` of `listen` speaks TLS; a unix socket never does.
+- Nothing is read again while a server runs: a change needs a restart, which keeps the blocks
+  ([operations.md](operations.md)).
+- A file and the environment may be shared with prefill workers: the settings under "Prefill only" are theirs.
+  `kvstore serve` has no flags for them and does nothing with them; what a client's blocks are, the client says.
 """
 
 METRICS_PAGE = """# Metrics
@@ -102,7 +108,7 @@ def configuration_page() -> str:
                 takes(name, Config.model_fields[name]),
                 Config.model_fields[name].description or "",
                 f"`{ENVIRONMENT_PREFIX}{name.upper()}`",
-                f"`--{name.replace('_', '-')}`",
+                "prefill only" if name in PREFILL_ONLY else f"`--{name.replace('_', '-')}`",
             )
             for name in names
         ]

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvstore.commands.groups import grouped
-from kvstore.commands.options import AsJson, ConfigOptions, PromptOptions, ServerOptions, Tiers
+from kvstore.commands.options import AsJson, ConfigOptions, MemoryTiers, PromptOptions, ServerOptions, Tiers
 from kvstore.commands.output import show
-from kvstore.config import Config, LoadedConfig, load_config
+from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.settings import LoadedConfig, load_config
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _messages = Console(stderr=True)
@@ -40,8 +41,22 @@ def main() -> None:
         sys.exit(2)
 
 
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag's value
+    if wanted:
+        from kvstore.commands.version import describe_version
+
+        sys.stdout.write(f"{describe_version()}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def _kvstore() -> None:
+def _kvstore(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and end"),
+    ] = False,
+) -> None:
     """A store of the KV cache of prompt prefixes: the server, and what to ask it.
 
     Exit status: 0 done; 1 answered with nothing, as each command says; 2 an error, in one message on
@@ -179,22 +194,26 @@ def clear(
     server: ServerOptions,
     *,
     namespace: Annotated[
-        str | None, typer.Option(metavar="HEX", help="Root of the one namespace to clear; default: all")
+        str | None,
+        typer.Option(metavar="HEX", help="Root of the one namespace to clear, whosever it is; default: all"),
     ] = None,
-    tier: Tiers = None,
+    tier: MemoryTiers = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Forget all blocks that nobody holds.
+    """Forget all blocks in memory that nobody holds.
 
-    Asks first on a terminal, and needs --yes elsewhere. Exit status 1: the answer was no.
+    Redis is not cleared: it forgets by its time to live. Asks first on a terminal, and needs --yes
+    elsewhere. Exit status 1: the answer was no.
     """
+    from kvstore.block import TierName
     from kvstore.commands.admin import clear
     from kvstore.commands.connect import connect
     from kvstore.commands.lookup import parse_tiers
     from kvstore.commands.prompt import parse_namespace
 
-    tiers, root = parse_tiers(tier), b"" if namespace is None else parse_namespace(namespace)
+    tiers = parse_tiers(tier, (TierName.DEVICE, TierName.HOST))
+    root = b"" if namespace is None else parse_namespace(namespace)
     if not yes and not _agreed(f"namespace {namespace}" if namespace else "all namespaces"):
         sys.exit(_NOTHING)
     with connect(server, _settings_of(server)) as operator:
@@ -273,19 +292,31 @@ def prefetch(
 def simulate(
     traces: Annotated[
         list[Path],
-        typer.Argument(metavar="TRACE", help="Mooncake JSON lines, plain or gzipped; one trace"),
+        typer.Argument(
+            metavar="TRACE", help="JSON lines with hash_ids (Mooncake) or token_ids, plain or gzipped; one trace"
+        ),
     ],
     *,
-    policy: Annotated[str, typer.Option(help="Comma-separated eviction policies, such as lru")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Comma-separated eviction policies, such as lru,reuse; or all")
+    ] = "lru",
     capacity: Annotated[
         str, typer.Option(help="Comma-separated numbers of blocks, such as 500, 30k or unlimited")
     ] = "1k,3k,10k,30k,100k,unlimited",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block, where a trace has token_ids")] = 16,
+    recommend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Instead of given capacities: the least that hits this share of what an unlimited cache hits",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace and say what share of it would have been hit, for each policy and capacity."""
-    from kvstore.commands.simulate import simulate
+    from kvstore.commands.simulate import Question, simulate
 
-    show(simulate(traces, policy, capacity, _messages), as_json=as_json)
+    show(simulate(traces, Question(policy, capacity, block_size, recommend), _messages), as_json=as_json)
 
 
 def _load(options: ConfigOptions) -> LoadedConfig:
@@ -319,6 +350,6 @@ def _agreed(what: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(f"clearing {what} needs --yes where nobody can be asked; add it")
     # Not typer.confirm: it leaves a space on stdout, where --json promises one object and nothing else.
-    sys.stderr.write(f"Forget all blocks of {what} that nobody holds? [y/N] ")
+    sys.stderr.write(f"Forget all blocks of {what} in memory that nobody holds? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in {"y", "yes"}

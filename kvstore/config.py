@@ -1,16 +1,10 @@
-"""Every setting of the store, and how a file, the environment and flags make one configuration."""
+"""Every setting of the store: default, unit, range and meaning."""
 
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from difflib import SequenceMatcher
-from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -20,22 +14,23 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     model_validator,
 )
 
 from kvstore.address import LOOPBACK, Address, format_addresses, parse_addresses, parse_tcp_address
-from kvstore.errors import ConfigError
 from kvstore.quantity import Bytes, Seconds, format_bytes
 
-ENVIRONMENT_PREFIX = "KVSTORE_"
 EMBEDDED_REDIS = "embedded"
 """``redis_url`` that stands for a Valkey server started by this process."""
 
-_MASK = "***"
-_LIKENESS_MIN = 0.5
-_LISTED_MAX = 40
+PREFILL_ONLY = ("block_size", "hash_algorithm", "device", "device_bytes", "redis_acquire_seconds")
+"""Settings that a worker with a model uses; to a server each client says its own."""
 
+EXTENT_BYTES_MIN = 4096
+EXTENTS_MAX = 2**18
+"""Extents that a pool may have: each costs the server a table, however small it is."""
+
+_MASK = "***"
 
 # Whether each needs a host, and whether a path: that of a socket, or the name of a service.
 _REDIS_SCHEMES = {
@@ -126,8 +121,8 @@ class Config(BaseModel):
     pool_bytes: Bytes = 2**30
     """Size of the host tier, reserved in full."""
 
-    extent_bytes: Bytes = 64 * 2**20
-    """Piece of a pool that serves one slot size at a time."""
+    extent_bytes: Bytes = Field(default=64 * 2**20, ge=EXTENT_BYTES_MIN)
+    """Piece of a pool that serves one slot size at a time; a pool may have 262144 of them."""
 
     device: Device = "cpu"
     """Torch device of the device tier: cpu, cuda or cuda:N."""
@@ -184,7 +179,7 @@ class Config(BaseModel):
     """PEM file with the authorities that clients' certificates must come from, or none: they need none."""
 
     tenants_file: OptionalPath = None
-    """TOML file of the tenants and their tokens, or none: then whoever can connect may use the store."""
+    """TOML file of the tenants and their tokens, read at the start; or none: whoever connects may use all."""
 
     client_leases: int = Field(default=4096, ge=1)
     """Leases that one client may hold at a time."""
@@ -202,12 +197,25 @@ class Config(BaseModel):
     """Least important messages that are logged."""
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+    def _check_extents(self) -> Self:
+        pool, extent = format_bytes(self.pool_bytes), format_bytes(self.extent_bytes)
         if self.pool_bytes < self.extent_bytes:
             raise ValueError(
-                f"pool_bytes = {format_bytes(self.pool_bytes)} is less than one extent, "
-                f"extent_bytes = {format_bytes(self.extent_bytes)}: raise the first or lower the second"
+                f"pool_bytes = {pool} is less than one extent, extent_bytes = {extent}: raise the first or "
+                "lower the second"
             )
+        extents = self.pool_bytes // self.extent_bytes
+        if extents > EXTENTS_MAX:
+            least = -(-self.pool_bytes // EXTENTS_MAX)
+            raise ValueError(
+                f"pool_bytes = {pool} has {extents} extents of extent_bytes = {extent}, at most "
+                f"{EXTENTS_MAX} are possible: raise extent_bytes to "
+                f"{format_bytes(1 << (least - 1).bit_length())}, or lower pool_bytes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_waits(self) -> Self:
         if self.redis_probe_seconds > self.redis_acquire_seconds:
             raise ValueError(
                 f"redis_probe_seconds = {self.redis_probe_seconds:g} is longer than "
@@ -238,144 +246,6 @@ class Config(BaseModel):
         return self
 
 
-class Source(StrEnum):
-    """Where a value came from, weakest first."""
-
-    DEFAULT = "default"
-    FILE = "file"
-    ENVIRONMENT = "environment"
-    FLAG = "flag"
-
-
-class ConfigRow(NamedTuple):
-    """One setting as shown to people; a password in ``value`` is masked."""
-
-    field: str
-    value: str
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedConfig:
-    """A configuration and, for each of its fields, where the value came from."""
-
-    config: Config
-    sources: Mapping[str, Source]
-
-    def describe(self) -> list[ConfigRow]:
-        """All settings in the order in which ``Config`` declares them, fit for a log."""
-        return [
-            ConfigRow(name, _format_value(name, getattr(self.config, name)), self.sources[name])
-            for name in Config.model_fields
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What one source said, under the names that this source uses."""
-
-    source: Source
-    kind: str
-    spell: Callable[[str], str]
-    given: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, Source] = field(
-        default_factory=lambda: dict.fromkeys(Config.model_fields, Source.DEFAULT)
-    )
-    origins: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, layer: _Layer) -> None:
-        fields = {layer.spell(name): name for name in Config.model_fields}
-        for given, value in layer.given.items():
-            if given not in fields:
-                self.problems.append(f"{layer.kind} {given} does not exist; {suggestion(given, fields)}")
-                continue
-            name = fields[given]
-            self.values[name] = value
-            self.sources[name] = layer.source
-            self.origins[name] = f"{layer.kind} {given}"
-
-
-def load_config(
-    *,
-    toml_path: Path | None = None,
-    environ: Mapping[str, str],
-    overrides: Mapping[str, object],
-) -> LoadedConfig:
-    """Build the configuration; defaults < TOML file < ``KVSTORE_*`` in ``environ`` < ``overrides``.
-
-    ``overrides`` are flags by field name; None means that the flag was not given. Raises
-    ConfigError with one line an offender: a key, variable or flag that does not exist, with the
-    nearest one that does; or a value that does not fit, with what would.
-    """
-    merged = _Merged()
-    if toml_path is not None:
-        merged.add(_Layer(Source.FILE, f"{toml_path}: key", str, _read_toml(toml_path)))
-    variables = {name: value for name, value in environ.items() if name.startswith(ENVIRONMENT_PREFIX)}
-    merged.add(_Layer(Source.ENVIRONMENT, "environment variable", _variable, variables))
-    flags = {_flag(name): value for name, value in overrides.items() if value is not None}
-    merged.add(_Layer(Source.FLAG, "flag", _flag, flags))
-    if merged.problems:
-        raise ConfigError("\n".join(merged.problems))
-    try:
-        config = Config(**merged.values)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, merged))) from error
-    return LoadedConfig(config, MappingProxyType(merged.sources))
-
-
-def _variable(name: str) -> str:
-    return ENVIRONMENT_PREFIX + name.upper()
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def suggestion(given: str, names: Iterable[str]) -> str:
-    """What to say of a name that does not exist: the nearest that does, or else all of them."""
-
-    def likeness(name: str) -> float:
-        return SequenceMatcher(None, name.lower(), given.lower()).ratio()
-
-    nearest = max(names, key=likeness)
-    if likeness(nearest) >= _LIKENESS_MIN:
-        return f"did you mean {nearest}?"
-    listed = sorted(names)
-    more = f", and {len(listed) - _LISTED_MAX} more" if len(listed) > _LISTED_MAX else ""
-    return f"expected one of {', '.join(listed[:_LISTED_MAX])}{more}"
-
-
-def _read_toml(path: Path) -> dict[str, object]:
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} is not TOML: {error}") from error
-
-
-def _explain(error: ValidationError, merged: _Merged) -> list[str]:
-    """One line a problem. Pydantic's own text may show a password and does not name the source."""
-    lines = []
-    for problem in error.errors(include_url=False, include_input=False):
-        reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
-        if not problem["loc"]:
-            lines.append(reason)
-            continue
-        name = str(problem["loc"][0])
-        value = merged.values[name]
-        shown = mask_url(value) if name == "redis_url" and isinstance(value, str) else value
-        lines.append(f"{merged.origins[name]} = {shown!r}: {reason}")
-    return lines
-
-
 def mask_url(url: str) -> str:
     """The URL with any password replaced, so that it can be logged; malformed URLs too."""
     head, at, place = url.rpartition("@")
@@ -384,16 +254,3 @@ def mask_url(url: str) -> str:
         user, colon, _password = login.partition(":")
         url = f"{scheme}{slashes}{user}{colon}{_MASK if colon else ''}@{place}"
     return re.sub(r"(?i)(password=)[^&#]*", rf"\g<1>{_MASK}", url)
-
-
-def _format_value(name: str, value: object) -> str:
-    if value is None:
-        return "none"
-    if name == "redis_url":
-        return mask_url(str(value))
-    if name.endswith("_bytes"):
-        assert isinstance(value, int)
-        return format_bytes(value)
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return f"{value:g} s" if isinstance(value, float) else str(value)

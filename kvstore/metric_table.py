@@ -229,6 +229,13 @@ _TABLE = (
         Source.STORE,
     ),
     Metric(
+        "kvstore_background_failures_total",
+        Kind.COUNTER,
+        "How often a background task of the server died; it is started again, and /readyz says so meanwhile.",
+        Source.STORE,
+        {"task": _one_of(("tick", "growth"))},
+    ),
+    Metric(
         "kvstore_rpc_seconds",
         Kind.HISTOGRAM,
         "Time of a call from its admission to its end.",

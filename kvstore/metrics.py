@@ -169,6 +169,8 @@ class Readings:
     """Whether a node is given up, by host:port."""
     redis_queue_bytes: Callable[[], int]
     listener_failures: Callable[[], int]
+    background_failures: Callable[[], Mapping[str, int]]
+    """How often each background task of the owner died."""
 
 
 class StoreGauges(Collector):
@@ -198,6 +200,10 @@ class StoreGauges(Collector):
         )
         yield _family("kvstore_redis_queue_bytes", {(): readings.redis_queue_bytes()})
         yield _family("kvstore_listener_failures_total", {(): readings.listener_failures()})
+        yield _family(
+            "kvstore_background_failures_total",
+            {(task,): count for task, count in readings.background_failures().items()},
+        )
 
 
 class BlockAges(Collector):

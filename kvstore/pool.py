@@ -144,13 +144,22 @@ class BlockPool:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def stage(self, space: Space, count: int, rows: BlockRows | None = None, *, writer: int = 0) -> SlotArray:
+    def stage(
+        self,
+        space: Space,
+        count: int,
+        rows: BlockRows | None = None,
+        *,
+        writer: int = 0,
+        selective: bool = False,
+    ) -> SlotArray:
         """Take up to ``count`` slots for writing, evicting where needed; fewer when all is in use.
 
         ``writer`` is the number of the client that fills them, 0 for this process and its threads.
         With ``rows`` a second writer of the same blocks sees them PENDING, and what they hang from
         is not evicted to make room for them. A prompt that names a block twice, which takes a
-        collision, gets no slot for the second and what follows it.
+        collision, gets no slot for the second and what follows it. Where ``selective``, the policy may
+        also decide that the rest of ``rows`` is worth less than what would have to go.
         """
         keys: list[bytes] = []
         parent = NO_PARENT
@@ -160,7 +169,7 @@ class BlockPool:
         behind = _NO_SLOTS if parent == NO_PARENT else np.array([parent])
         self._ledger.pin(behind)
         try:
-            slots = self._room.find(space, count)
+            slots = self._room.find(space, count, rows.hashes if selective and rows is not None else b"")
         finally:
             self._ledger.unpin(behind)
         # Before the state says that somebody writes, the table says who: a server may find it so.
@@ -196,7 +205,7 @@ class BlockPool:
             parent = self._parent_of(space, rows)
             mark_stored(self.extents, slots, time)
             self._publish(space, slots, rows, checksums)
-            self._shares.evictor(space).add(slots, parent, time)
+            self._shares.evictor(space).add(slots, rows.hashes, parent, time)
         return fresh
 
     def abort(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
@@ -308,10 +317,13 @@ class BlockPool:
         for evictor, parts in queues.items():
             slots = np.concatenate([part for _, part in parts])
             parents = self.occupancy.parent[slots].astype(np.int64)
-            inner = np.concatenate([self.rows_of(part).indexes > 0 for _, part in parts])
+            rows = [self.rows_of(part) for _, part in parts]
+            inner = np.concatenate([part.indexes > 0 for part in rows])
+            keys = [key for part in rows for key in split_hashes(part.hashes)]
+            names = dict(zip(slots.tolist(), keys, strict=True))
             used_at = history(self.extents, slots).used_at
             for time, run in runs_by_use(slots, parents, used_at, inner & (parents == NO_PARENT)):
-                evictor.add(run, NO_PARENT, time)
+                evictor.add(run, b"".join(map(names.__getitem__, run.tolist())), NO_PARENT, time)
 
     def _publish(
         self, space: Space, slots: SlotArray, rows: BlockRows, checksums: Sequence[int] | None

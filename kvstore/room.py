@@ -28,11 +28,14 @@ class Room:
         self._shares = shares
         self._removals = removals
 
-    def find(self, space: Space, count: int) -> SlotArray:
-        """Up to ``count`` FREE slots for a space; fewer when all is in use."""
+    def find(self, space: Space, count: int, wanted: bytes = b"") -> SlotArray:
+        """Up to ``count`` FREE slots for a space; fewer when all is in use.
+
+        ``wanted``, the hashes of what they are for, lets the policy decide that it is not worth the room.
+        """
         slot_class = space.slot_class
         while (missing := count - sum(e.free for e in self._extents.of_class(slot_class))) > 0:
-            if not self._add_extent(slot_class) and not self._make(space, missing):
+            if not self._add_extent(slot_class) and not self._make(space, missing, wanted):
                 break
         return self._extents.take(slot_class, count)
 
@@ -42,7 +45,7 @@ class Room:
         First what groups have beyond their guarantee, then what the asking group has within its own;
         each in the policy's order.
         """
-        freed = self._evict_surplus(slot_class, count, group)
+        freed = self._evict_surplus(slot_class, count, group, b"")
         return freed + self._evict_own(slot_class, count - freed, group)
 
     def _add_extent(self, slot_class: SlotClass) -> bool:
@@ -51,7 +54,7 @@ class Room:
         self._ledger.cover()
         return True
 
-    def _make(self, space: Space, missing: int) -> bool:
+    def _make(self, space: Space, missing: int, wanted: bytes) -> bool:
         """Free something for a space: a colder extent of another class, else leaves of its own class.
 
         What its group is guaranteed goes last, when no other group has anything to spare.
@@ -61,18 +64,18 @@ class Room:
         if other is not None and is_colder(other, self._extents.of_class(slot_class)):
             self._reclaim(other)
             return True
-        if self._evict_surplus(slot_class, missing, group):
+        if self._evict_surplus(slot_class, missing, group, wanted):
             return True
         if other is None:
             return self._evict_own(slot_class, missing, group) > 0
         self._reclaim(other)
         return True
 
-    def _evict_surplus(self, slot_class: SlotClass, count: int, group: int) -> int:
+    def _evict_surplus(self, slot_class: SlotClass, count: int, group: int, wanted: bytes) -> int:
         freed = 0
         spent: set[int] = set()
         while freed < count and (turn := self._shares.turn(slot_class, count - freed, group, spent)):
-            victims = turn.evictor.victims(turn.most)
+            victims = turn.evictor.victims(turn.most, wanted if turn.group == group else b"")
             if not len(victims):
                 spent.add(turn.group)
                 continue

@@ -8,11 +8,11 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from kvstore.assemble import open_host, open_redis, store_options
-from kvstore.config import Config, LoadedConfig
-from kvstore.events import Event
+from kvstore.config import Config
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.monitor import Monitor
 from kvstore.service.admin import AdminService
@@ -28,8 +28,10 @@ from kvstore.service.parts import ServiceParts
 from kvstore.service.quotas import Quotas
 from kvstore.service.server import Server, server_credentials
 from kvstore.service.tenants import Tenants, load_tenants
+from kvstore.settings import LoadedConfig
 from kvstore.store import TieredStore, Tiers
 from kvstore.store.inventory import unread_bytes
+from kvstore.tiers.base import Tier
 from kvstore.web.pages import State
 
 PACKAGE = "prefix-kvstore"
@@ -74,19 +76,30 @@ def run(
 async def _serve(
     config: Config, clocks: Clocks, announce: Callable[[Serving], None], failpoint: Failpoint
 ) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    signals = _Signals()
     with ExitStack() as opened:
         tenants = load_tenants(config.tenants_file) if config.tenants_file else None
         if tenants is not None:
             tenants.check_shares(config.pool_bytes)
         sidecar = Sidecar(config, clocks, tenants, failpoint, opened)
         announce(await sidecar.start())
-        await stop.wait()
-        _log.info("draining for up to %g s", config.drain_seconds)
-        await sidecar.stop()
+        await signals.stop.wait()
+        await sidecar.stop(signals.hurry)
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks for an orderly end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._heard)
+
+    def _heard(self) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
 
 
 def _installed_version() -> str:
@@ -107,88 +120,129 @@ class Sidecar:
         failpoint: Failpoint,
         opened: ExitStack,
     ) -> None:
-        """Opens the tiers; ``opened`` closes them, whatever happens later."""
+        """Takes the addresses, then opens the tiers; ``opened`` closes them, whatever happens later.
+
+        In this order, so that a server that cannot be reached leaves the pool of the one before alone.
+        """
         self._config = config
         self._version = _installed_version()
         credentials = None
         if config.tls_cert is not None and config.tls_key is not None:
             credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-        clock = clocks.monotonic
-        host = open_host(config, clock, failpoint)
-        opened.callback(host.close)
+        clock, namespaces = clocks.monotonic, Namespaces()
+        self._monitor = Monitor(
+            namespaces.model_of, version=self._version, clients=lambda: len(self._parts.clients)
+        )
+        self._gate = Gate(tenants, self._monitor.service, clock=clock, wall_clock=clocks.wall)
+        self._server = Server(self._gate, credentials)
+        opened.callback(self._server.remove_sockets)
+        self._addresses = self._server.bind(config.listen)
+        self._http = self._monitor.bind(config.http_listen, clock)
+        opened.callback(self._monitor.close)
+        _warn_of_open_ports(config)
+        self._host = open_host(config, clock, failpoint)
+        opened.callback(self._host.close)
         redis = open_redis(config, clock)
         opened.callback(redis.close)
-        wake, namespaces = Wake(), Namespaces()
-        self._monitor = Monitor(
-            namespaces.model_of,
-            version=self._version,
-            clients=lambda: len(self._parts.clients),
-            unread_bytes={host.name: unread_bytes(host.pool)},
-        )
+        self._parts = self._wire(redis, namespaces, tenants, clock, failpoint)
+        opened.callback(self._store.close)
+
+    def _wire(
+        self,
+        redis: Tier,
+        namespaces: Namespaces,
+        tenants: Tenants | None,
+        clock: Callable[[], float],
+        failpoint: Failpoint,
+    ) -> ServiceParts:
+        config, host, wake = self._config, self._host, Wake()
         self._log, self._totals = EventLog(), Totals()
-        listeners: tuple[Callable[[Event], None], ...] = (self._monitor.metrics, self._log, self._totals)
+        metrics = self._monitor.listener({host.name: unread_bytes(host.pool)})
         self._store = TieredStore(
             Tiers(host, redis=redis),
             clock=clock,
             options=store_options(config, readers_verify=True),
-            listeners=listeners,
+            listeners=(metrics, self._log, self._totals),
             wake=wake,
             failpoint=failpoint,
         )
-        opened.callback(self._store.close)
-        self._host, self._redis = host, redis
         limits = ClientLimits(config.client_leases, config.client_staged_bytes, config.client_streams)
-        clients = Clients(self._store, host.file.epoch, limits, clock)
-        self._gate = Gate(tenants, self._monitor.service, clock=clock, wall_clock=clocks.wall)
-        self._owner = Owner(self._store, wake, lambda: clients.sweep(host.client_alive), clock)
         quotas = Quotas(self._store, namespaces, tenants)
+        clients = Clients(self._store, host.file.epoch, limits, clock, quotas.stageable)
+        sweep = partial(clients.sweep, host.client_alive)
+        self._owner = Owner(self._store, wake, sweep, clock, self._tell)
+        self._monitor.attach(self._store, redis, self._owner)
         if host.file.inherited is not None:
             register_adopted(self._store, host.file.inherited.names, namespaces, quotas, tenants)
-        self._parts = ServiceParts(
-            self._gate, self._store, self._owner, namespaces, clients, quotas, failpoint
-        )
-        self._server = Server(
-            LookupService(self._parts),
-            BlockService(self._parts),
-            AdminService(self._parts, self._log, self._totals, self._version),
-            credentials,
-        )
+        return ServiceParts(self._gate, self._store, self._owner, namespaces, clients, quotas, failpoint)
 
     async def start(self) -> Serving:
-        """Serve; where. ConfigError where an address cannot be had."""
-        host, config = self._host, self._config
+        """Serve; where."""
+        host, parts = self._host, self._parts
         # Clients are served from the first extent on; the others follow while they are.
         host.pool.extents.reserve_next()
         self._owner.start()
-        http = self._monitor.start(config.http_listen, self._store, self._redis, self._owner.now)
-        addresses = await self._server.start(config.listen)
-        self._monitor.state = State.SERVING
+        admin = AdminService(parts, self._log, self._totals, self._version)
+        await self._server.start(LookupService(parts), BlockService(parts), admin)
+        self._monitor.state = self._state
         return Serving(
-            addresses=addresses,
-            http=http,
-            pool_path=str(config.pool_path),
+            addresses=self._addresses,
+            http=self._http,
+            pool_path=str(self._config.pool_path),
             pool_bytes=host.pool.limit_bytes,
             epoch=host.file.epoch,
             adopted_blocks=host.adopted.blocks,
             pool=host.adopted.reason,
         )
 
-    async def stop(self) -> None:
-        """Turn new calls away, let those that run end, hand what is queued to redis, and stop."""
-        self._monitor.state = State.DRAINING
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """Turn new calls away, let those that run end, hand what is queued to redis, and stop.
+
+        For at most ``drain_seconds``, or until ``hurry`` is set.
+        """
         self._gate.draining = True
         self._log.close()
-        await self._server.drain()
+        await self._server.tell(serving=False)
         ends_at = self._owner.now() + self._config.drain_seconds
+        if self._is_needed:
+            _log.info(
+                "draining for up to %g s: %d leases, %d writes, %d calls; a second signal ends it",
+                self._config.drain_seconds,
+                self._store.leases,
+                self._store.writes,
+                self._gate.running,
+            )
+
+        def in_time() -> bool:
+            return self._owner.now() < ends_at and not hurry.is_set()
+
         # What clients hold they may give back, and what they have begun they may end.
-        while self._is_needed and self._owner.now() < ends_at:
+        while self._is_needed and in_time():
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         await self._server.stop(_LAST_WORDS_SECONDS)
-        while not self._store.idle and self._owner.now() < ends_at:
+        while not self._store.idle and in_time():
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         await self._owner.stop()
         await self._monitor.stop()
 
+    def _state(self) -> State:
+        if self._gate.draining:
+            return State.DRAINING
+        return State.FAILING if self._owner.failing else State.SERVING
+
+    async def _tell(self) -> None:
+        """A background task died, or goes on."""
+        await self._server.tell(serving=self._state() is State.SERVING)
+
     @property
     def _is_needed(self) -> bool:
         return bool(self._store.leases or self._store.writes or self._gate.running)
+
+
+def _warn_of_open_ports(config: Config) -> None:
+    for address in config.listen:
+        if address.path is None and config.tenants_file is None:
+            _log.warning(
+                "every user of this machine can read and write blocks through %s: there is no tenants_file",
+                address,
+            )

@@ -7,14 +7,15 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Annotated, BinaryIO, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hashing import Root
+from hashing import Root, hash_blocks
 from kvstore.block import Chain
 from kvstore.errors import KVStoreError
+from kvstore.hints import NO_HINTS, Hints
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -40,40 +41,52 @@ class Request:
     chain: Chain
     tokens: int
     block_tokens: int
+    hints: Hints = NO_HINTS
 
     def tokens_in(self, blocks: int) -> int:
         """Prompt tokens in the first ``blocks`` blocks."""
         return min(self.tokens, blocks * self.block_tokens)
 
 
-class _MooncakeLine(BaseModel):
+class _Line(BaseModel):
     """The fields of a line that a replay needs; ``output_length`` and others are not looked at."""
 
     model_config = ConfigDict(strict=True)
 
     timestamp: float = Field(ge=0, allow_inf_nan=False)
+
+
+class _MooncakeLine(_Line):
     input_length: int = Field(ge=1)
     hash_ids: list[int]
 
 
-def read_mooncake(paths: Sequence[Path]) -> list[Request]:
-    """Read traces as Mooncake published them (FAST'25): one JSON object a line, plain or gzipped.
+class _TokenLine(_Line):
+    token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(min_length=1)
 
-    ``hash_ids`` names one block per 512 tokens of ``input_length``, the last one full or not. Files are
-    parts of one trace: the same ids are the same blocks, and the requests are merged by
-    ``timestamp`` (milliseconds), in the order given where that is equal. TraceError for what cannot
-    be read.
+
+def read_trace(paths: Sequence[Path], block_tokens: int = 16) -> list[Request]:
+    """Read traces of one JSON object a line, plain or gzipped.
+
+    Either as Mooncake published them (FAST'25), where ``hash_ids`` names one block per 512 tokens of
+    ``input_length``, the last one full or not; or with ``token_ids``, the prompt, which is cut into whole
+    blocks of ``block_tokens`` as the store does. Files are parts of one trace: the same ids are the same
+    blocks, and the requests are merged by ``timestamp`` (milliseconds), in the order given where that is
+    equal. TraceError for what cannot be read.
     """
-    numbers: dict[int, int] = {}
+    reader = _Reader(block_tokens)
     requests = [
-        _request(_parse(line, where), where, numbers)
-        for path in paths
-        for where, line in _lines(path)
-        if not line.isspace()
+        reader.request(line, where) for path in paths for where, line in _lines(path) if not line.isspace()
     ]
     if not requests:
         names = ", ".join(map(str, paths))
         raise TraceError(f"{names} holds no request, expected one JSON object a line; check the file")
+    if not any(map(len, (request.chain for request in requests))):
+        names = ", ".join(map(str, paths))
+        raise TraceError(
+            f"{names} has no prompt of {block_tokens} tokens, expected some that fill a block; lower the "
+            "tokens of a block"
+        )
     requests.sort(key=lambda request: request.time)
     return requests
 
@@ -99,9 +112,45 @@ def _unpacked(file: BinaryIO) -> Iterator[bytes]:
         yield from cast("BinaryIO", stream)
 
 
-def _parse(line: bytes, where: str) -> _MooncakeLine:
+class _Reader:
+    """Makes requests of lines; the same ids in different lines are the same blocks."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._numbers: dict[int, int] = {}
+        self._block_tokens = block_tokens
+        self._token_root = Root(digest=bytes(16), block_size=block_tokens, algorithm="xxh3_128")
+
+    def request(self, line: bytes, where: str) -> Request:
+        if b'"token_ids"' in line:
+            return self._of_tokens(_parse(_TokenLine, line, where))
+        return self._of_blocks(_parse(_MooncakeLine, line, where), where)
+
+    def _of_tokens(self, line: _TokenLine) -> Request:
+        tokens = np.array(line.token_ids, dtype=np.uint32)
+        whole = len(tokens) - len(tokens) % self._block_tokens
+        # Only names are needed from here on, so the tokens are let go.
+        chain = Chain(self._token_root, hash_blocks(self._token_root, tokens[:whole]), len(tokens))
+        return Request(line.timestamp / 1000, chain, len(tokens), self._block_tokens)
+
+    def _of_blocks(self, line: _MooncakeLine, where: str) -> Request:
+        blocks = -(-line.input_length // MOONCAKE_BLOCK_TOKENS)
+        if len(line.hash_ids) != blocks:
+            raise TraceError(
+                f"{where}: hash_ids has {len(line.hash_ids)} ids, expected {blocks} for input_length "
+                f"{line.input_length}, one per {MOONCAKE_BLOCK_TOKENS} tokens; correct one of the two"
+            )
+        # Ids may be of any size; tokens are 32 bits wide.
+        ids = [self._numbers.setdefault(block, len(self._numbers)) for block in line.hash_ids]
+        chain = Chain.of(_ROOT, np.array(ids, dtype=np.uint32))
+        return Request(line.timestamp / 1000, chain, line.input_length, MOONCAKE_BLOCK_TOKENS)
+
+
+_L = TypeVar("_L", bound=_Line)
+
+
+def _parse(kind: type[_L], line: bytes, where: str) -> _L:
     try:
-        return _MooncakeLine.model_validate_json(line)
+        return kind.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         # Of a line that is no object, or lacks a field, the whole is the value.
@@ -111,18 +160,6 @@ def _parse(line: bytes, where: str) -> _MooncakeLine:
         field = ".".join(map(str, first["loc"])) or "the line"
         raise TraceError(
             f"{where}: {field} is wrong ({first['msg']}): got {value}; expected a Mooncake trace, with "
-            '{"timestamp": milliseconds, "input_length": tokens, "hash_ids": [one integer a block]}'
+            '{"timestamp": milliseconds, "input_length": tokens, "hash_ids": [one integer a block]}, or one '
+            'with {"timestamp": milliseconds, "token_ids": [the prompt]}'
         ) from error
-
-
-def _request(line: _MooncakeLine, where: str, numbers: dict[int, int]) -> Request:
-    blocks = -(-line.input_length // MOONCAKE_BLOCK_TOKENS)
-    if len(line.hash_ids) != blocks:
-        raise TraceError(
-            f"{where}: hash_ids has {len(line.hash_ids)} ids, expected {blocks} for input_length "
-            f"{line.input_length}, one per {MOONCAKE_BLOCK_TOKENS} tokens; correct one of the two"
-        )
-    # Ids may be of any size; tokens are 32 bits wide.
-    ids = [numbers.setdefault(block, len(numbers)) for block in line.hash_ids]
-    chain = Chain.of(_ROOT, np.array(ids, dtype=np.uint32))
-    return Request(line.timestamp / 1000, chain, line.input_length, MOONCAKE_BLOCK_TOKENS)

@@ -23,8 +23,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hashing import HashingError
-from kvstore.config import EMBEDDED_REDIS, Config, LoadedConfig, Source, load_config
+from kvstore.config import EMBEDDED_REDIS, Config
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.settings import LoadedConfig, Source, load_config
 from prefill.errors import PrefillError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import Config, load_config
+from kvstore.config import PREFILL_ONLY, Config
 from kvstore.metric_table import METRICS
+from kvstore.settings import load_config
 from tests.support.scripts import load_script
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -47,10 +48,10 @@ def test_every_setting_is_listed_once_and_as_it_is_spelled() -> None:
     for field, default, _, meaning, variable, flag in rows:
         assert meaning == Config.model_fields[field].description
         value = re.sub(r"(?<=\d) (?=[A-Za-z])", "", default)
-        given = load_config(
-            environ={variable: value}, overrides={flag.removeprefix("--").replace("-", "_"): value}
-        )
-        assert given.config == Config(), field
+        given = {} if flag == "prefill only" else {flag.removeprefix("--").replace("-", "_"): value}
+        assert load_config(environ={variable: value}, overrides=given).config == Config(), field
+    without_flag = {row[0] for row in rows if row[-1] == "prefill only"}
+    assert without_flag == set(PREFILL_ONLY)
 
 
 def test_every_metric_is_listed_once() -> None:

@@ -15,7 +15,10 @@ from kvstore.commands.output import (
     format_count,
     format_share,
 )
-from kvstore.service.operator import NamespaceReport, Operator, PromptQuery
+from kvstore.service.operator import Operator, PromptQuery
+from kvstore.service.reports import NamespaceReport
+
+_IN_REDIS = "what Redis has, if there is one, stays: it forgets a block redis_ttl_seconds after its last use"
 
 
 def list_namespaces(operator: Operator) -> Answer:
@@ -35,6 +38,8 @@ def list_namespaces(operator: Operator) -> Answer:
 def clear(operator: Operator, namespace: bytes, tiers: Sequence[TierName]) -> Answer:
     cleared = operator.clear(namespace=namespace, tiers=tiers)
     parts: list[Part] = [f"forgot {counted(cleared.blocks, 'block')}"]
+    if not tiers:
+        parts.append(_IN_REDIS)
     if cleared.held_blocks:
         parts.append(f"{counted(cleared.held_blocks, 'block')} stayed, since leases or pins hold them")
     return Answer({"blocks": cleared.blocks, "held_blocks": cleared.held_blocks}, parts)

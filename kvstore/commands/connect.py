@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore.address import Address, parse_address
@@ -10,16 +11,45 @@ from kvstore.commands.options import ServerOptions
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.quantity import parse_seconds
-from kvstore.service.client.options import TLS
+from kvstore.service.client.options import TLS, CallError, Outcome
 from kvstore.service.operator import Operator
 
+_TLS_HINTS: Mapping[str, str] = {
+    "Socket closed": "where it speaks TLS, add --tls, or --tls-ca with the authority that it has",
+    "CERTIFICATE_VERIFY_FAILED": "name the authority of its certificate with --tls-ca",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS; leave the TLS options out",
+}
+"""By words of gRPC's account of a failed connection, which says nothing of what was expected there."""
 
-def connect(options: ServerOptions, load: Callable[[], Config]) -> Operator:
+
+@contextmanager
+def connect(options: ServerOptions, load: Callable[[], Config]) -> Iterator[Operator]:
     """The server that ``options`` name, or else the one that is configured on this machine.
 
     ``load`` is called only where the options name none: who asks another machine's server need not
-    have its settings.
+    have its settings. A CallError that leaves the context names the option to change, where one helps.
     """
+    with _operator(options, load) as operator:
+        try:
+            yield operator
+        except CallError as error:
+            hint = _hint(error, options)
+            if hint is None:
+                raise
+            raise CallError(error.outcome, f"{error}; {hint}", error.silence) from error
+
+
+def _hint(error: CallError, options: ServerOptions) -> str | None:
+    if error.outcome is Outcome.REJECTED:
+        if options.token_file is None:
+            return "--token-file names the file that holds the token"
+        return f"the token was the first line of --token-file {options.token_file}"
+    if error.outcome is Outcome.UNREACHABLE:
+        return next((hint for word, hint in _TLS_HINTS.items() if word in str(error)), None)
+    return None
+
+
+def _operator(options: ServerOptions, load: Callable[[], Config]) -> Operator:
     if options.address is not None:
         address, secure = _parse_address(options.address), options.tls
     else:

@@ -20,7 +20,8 @@ from kvstore.commands.output import (
 )
 from kvstore.errors import ConfigError
 from kvstore.service.client.messages import LookupResult
-from kvstore.service.operator import BlockReport, Explanation, Operator, PromptQuery
+from kvstore.service.operator import Operator, PromptQuery
+from kvstore.service.reports import BlockReport, Explanation
 
 _REASONS = {
     MissCause.COLD: "nobody stored these tokens after this prefix in this namespace",
@@ -66,11 +67,12 @@ class Run:
         return f"{self.cause}: {_REASONS[MissCause(self.cause)]}" if known else self.cause
 
 
-def parse_tiers(names: Sequence[str] | None) -> list[TierName]:
+def parse_tiers(names: Sequence[str] | None, among: Sequence[TierName] = tuple(TierName)) -> list[TierName]:
+    """The tiers that ``--tier`` names; ConfigError for one that is not ``among`` those that can be named."""
     for name in names or ():
-        if name not in set(TierName):
+        if name not in set(among):
             raise ConfigError(
-                f"--tier is {name!r}, expected {', '.join(TierName)}; correct it, or leave it out for all"
+                f"--tier is {name!r}, expected {', '.join(among)}; correct it, or leave it out for all"
             )
     return list(map(TierName, names or ()))
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Self
 import typer
 
 from kvstore.commands.groups import FieldGroup, OptionGroup
-from kvstore.config import Config, load_config
+from kvstore.config import PREFILL_ONLY, Config
+from kvstore.settings import load_config
 
 _ConfigFile = Annotated[
     Path | None,
@@ -21,24 +22,30 @@ Tiers = Annotated[
     list[str] | None,
     typer.Option(metavar="TIER", help="device, host or redis; may be given again; default: all"),
 ]
+MemoryTiers = Annotated[
+    list[str] | None,
+    typer.Option("--tier", metavar="TIER", help="device or host; may be given again; default: both"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else, on stdout")]
+
+_SETTINGS = tuple(name for name in Config.model_fields if name not in PREFILL_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigOptions(OptionGroup):
-    """A file of settings, and an option for every field of ``Config``."""
+    """A file of settings, and an option for every field of ``Config`` that a server uses."""
 
     file: Path | None
     overrides: Mapping[str, str | None]
 
     @classmethod
     def parameters(cls) -> list[Parameter]:
-        defaults = load_config(environ={}, overrides={}).describe()
-        return [_option("config", _ConfigFile), *(_setting(row.field, row.value) for row in defaults)]
+        defaults = {row.field: row.value for row in load_config(environ={}, overrides={}).describe()}
+        return [_option("config", _ConfigFile), *(_setting(name, defaults[name]) for name in _SETTINGS)]
 
     @classmethod
     def gather(cls, given: Mapping[str, Any]) -> Self:
-        return cls(given["config"], {name: given[name] for name in Config.model_fields})
+        return cls(given["config"], {name: given[name] for name in _SETTINGS})
 
 
 def _option(name: str, annotation: object) -> Parameter:
@@ -69,7 +76,12 @@ class ServerOptions(FieldGroup):
         ),
     ] = None
     token_file: Annotated[
-        Path | None, typer.Option(help="File with the token to send", rich_help_panel="Server")
+        Path | None,
+        typer.Option(
+            help="File whose first line is the token to send, for a server with tenants; a prompt is "
+            "then one of the token's own tenant, an admin's too",
+            rich_help_panel="Server",
+        ),
     ] = None
     tls: Annotated[
         bool,

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from kvstore.commands.output import Answer, show
-from kvstore.config import EMBEDDED_REDIS, LoadedConfig, Source
+from kvstore.config import EMBEDDED_REDIS
 from kvstore.quantity import format_bytes
 from kvstore.serve import Serving
+from kvstore.settings import LoadedConfig, Source
 from kvstore.tiers.redis_embedded import EmbeddedRedis
 
 _log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.commands.output import Answer, Grid
-from kvstore.config import LoadedConfig
+from kvstore.settings import LoadedConfig
 
 
 def describe_config(loaded: LoadedConfig) -> Answer:

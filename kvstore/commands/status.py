@@ -26,7 +26,8 @@ from kvstore.commands.output import (
     stdout_console,
 )
 from kvstore.service.client.options import CallError, Outcome
-from kvstore.service.operator import Operator, ServerStatus, TierReport
+from kvstore.service.operator import Operator
+from kvstore.service.reports import ServerStatus, TierReport
 
 _POOL_STATES = {
     "ready": "ready_bytes",
@@ -113,12 +114,19 @@ def _tables(status: ServerStatus) -> list[Part]:
             for tenant in status.tenants
         ]
         parts.append(Grid(("tenant", "guaranteed", "has"), tenants))
+    if status.pins:
+        pins = [
+            (pin.name, pin.tenant, format_count(pin.tokens), format_bytes(pin.payload_bytes))
+            for pin in status.pins
+        ]
+        parts.append(Grid(("pin", "tenant", "tokens", "bytes"), pins))
     return parts
 
 
 def _state(tier: TierReport) -> str:
-    state = "up" if tier.healthy else "down"
-    return f"{tier.tier}: {state}, {tier.reason}" if tier.reason else f"{tier.tier}: {state}"
+    if tier.healthy:
+        return f"{tier.tier}: {tier.reason or 'up'}"
+    return f"{tier.tier}: down, {tier.reason}" if tier.reason else f"{tier.tier}: down"
 
 
 def _memory(tiers: Sequence[TierReport]) -> Grid:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,7 @@ from kvstore.block import SlotArray
 from kvstore.hints import NO_HINTS, Hints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Touch:
+class Touch(NamedTuple):
     """One request, once, when it is known how much of it this pool has.
 
     ``hashes`` are all whole blocks that it asked for (packed), ``slots`` where the leading ones are
@@ -43,15 +42,19 @@ class Occupancy:
 
 
 class Evictor(Protocol):
-    """Chooses victims among leaves; holds no bytes, reads no clock."""
+    """Chooses victims among leaves; holds no bytes, reads no clock.
+
+    What it chooses depends on what it was told, in that order, and not on the numbers of slots.
+    """
 
     def touch(self, touch: Touch) -> None:
         """A request was made."""
 
-    def add(self, slots: SlotArray, parent: int, time: float) -> None:
+    def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
         """New blocks of one chain, in its order, behind the one in slot ``parent`` (-1: not resident).
 
-        They belong to the request that used the parent last.
+        ``hashes`` (packed) name them. They belong to the request that asked for them, where the policy
+        keeps that, else to the one that used the parent last.
         """
 
     def forget(self, slots: SlotArray) -> None:
@@ -60,9 +63,10 @@ class Evictor(Protocol):
     def orphan(self, slots: SlotArray) -> None:
         """The parents of these blocks are gone: they cannot be reached, so they go first."""
 
-    def victims(self, limit: int) -> SlotArray:
+    def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
         """The next slots to free, at most ``limit``, each a leaf once those before it are gone.
 
-        Empty when every known block is pinned or has a pinned descendant. The caller frees what
-        it is given before it asks again.
+        Empty when every known block is pinned or has a pinned descendant. With ``wanted``, the hashes
+        of the blocks that room is made for, a policy may also stop early, to say that the rest of them is
+        worth less than what would go. The caller frees what it is given before it asks again.
         """

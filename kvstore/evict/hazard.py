@@ -49,6 +49,7 @@ class Group(IntEnum):
     FIRST = 0
     LATER = 1
     LEFTOVER = 2
+    ENDED = 3
 
 
 class Kind(NamedTuple):
@@ -68,11 +69,8 @@ SIZE_CLASSES = 12
 
 
 def turn_class(turn: int) -> int:
-    """0, 1, 2, 3, then twice for each doubling: what came back often is told from what came back once."""
-    if turn < 4:
-        return turn
-    doublings = turn.bit_length() - 1
-    return min(TURN_CLASSES - 2, 2 * doublings + (turn >> (doublings - 1) & 1))
+    """0 to 5 as they are, then by doublings: what came back often is told from what came back once."""
+    return turn if turn < 6 else min(TURN_CLASSES - 2, turn.bit_length() + 3)
 
 
 LEFTOVER_TURN = TURN_CLASSES - 1

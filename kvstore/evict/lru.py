@@ -11,6 +11,7 @@ from kvstore.evict.base import Occupancy, Touch
 
 _NOBODY = 0
 _COMPACT_SLACK = 1024
+_NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
 
 
 class LRU:
@@ -33,20 +34,20 @@ class LRU:
 
     def touch(self, touch: Touch) -> None:
         if len(touch.slots):
-            self._cover(int(touch.slots.max()))
-            self._owned += int(np.count_nonzero(self._owner[touch.slots] == _NOBODY))
+            self._cover()
             self._append(touch.slots)
             self._compact()
 
-    def add(self, slots: SlotArray, parent: int, time: float) -> None:
-        del time
-        self._cover(int(slots.max()))
-        self._owned += int(np.count_nonzero(self._owner[slots] == _NOBODY))
-        owner = int(self._owner[parent]) if 0 <= parent < len(self._owner) else _NOBODY
+    def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
+        del hashes, time
+        self._cover()
+        self._owned += len(slots)
+        owner = int(self._owner[parent]) if parent >= 0 else _NOBODY
         if owner != _NOBODY:
-            record = self._owned_by(owner)
+            record = self._records[owner]
             if record[-1] == parent:
                 # The request goes on: its blocks stay together, and all of them were used just now.
+                record = self._owned_by(owner)
                 self._recorded -= len(self._records.pop(owner))
                 slots = np.concatenate((record, slots))
         self._append(slots)
@@ -70,24 +71,25 @@ class LRU:
             self._recorded += len(unreachable)
             self._first -= 1
 
-    def victims(self, limit: int) -> SlotArray:
+    def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
+        del wanted
         busy: list[SlotArray] = []
-        chosen = np.zeros(0, dtype=np.int64)
+        chosen = _NO_SLOTS
         while self._records and not len(chosen):
             record_id = next(iter(self._records))
             owned = self._owned_by(record_id)
-            free = self._leading_leaves(owned[::-1])[:limit]
-            rest = owned[: len(owned) - len(free)]
+            chosen = self._leading_leaves(owned[: -limit - 1 : -1])
             self._recorded -= len(self._records[record_id])
-            chosen = free
-            if len(free) == limit and len(rest):
+            rest = owned[: len(owned) - len(chosen)]
+            if len(rest) and len(chosen) == limit:
                 self._records[record_id] = rest
                 self._recorded += len(rest)
             else:
                 del self._records[record_id]
                 if len(rest):
                     busy.append(rest)
-        self.forget(chosen)
+        self._owner[chosen] = _NOBODY
+        self._owned -= len(chosen)
         # What is pinned now is in use now. Setting it aside also keeps the next call short.
         for rest in busy:
             self._append(rest)
@@ -108,14 +110,16 @@ class LRU:
         """The longest run of which each is a leaf once its predecessors are gone."""
         if not len(tail_first):
             return tail_first
-        children = self._occupancy.children[tail_first]
-        children[1:] -= self._occupancy.parent[tail_first[:-1]] == tail_first[1:]
-        blocked = np.flatnonzero((children > 0) | (self._occupancy.pins[tail_first] > 0))
+        occupancy = self._occupancy
+        held = occupancy.children[tail_first]
+        held[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
+        held += occupancy.pins[tail_first]
+        blocked = held.nonzero()[0]
         return tail_first[: blocked[0]] if len(blocked) else tail_first
 
-    def _cover(self, slot: int) -> None:
-        if slot >= len(self._owner):
-            size = max(slot + 1, len(self._owner) * 3 // 2, len(self._occupancy.pins))
+    def _cover(self) -> None:
+        size = len(self._occupancy.pins)
+        if size > len(self._owner):
             grown = np.zeros(size, dtype=np.int64)
             grown[: len(self._owner)] = self._owner
             self._owner = grown

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import numpy as np
 
@@ -35,7 +36,7 @@ _CONTINUED = 0.5
 """A request goes on from a chain when it uses more than this share of what the chain was the last to use."""
 _HUB = 4
 """From a block with so many children prompts fork: who comes by there goes on from nobody."""
-_ANCHORS = 2
+_ANCHORS = 3
 """Last blocks by which a chain is known again when it is gone; the last one is rarely full."""
 _LEARN_EVERY = 64
 _FADE_EVERY = 4000
@@ -65,6 +66,7 @@ class _Chain:
     slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
     anchors: list[bytes] = field(default_factory=list)
     awaits: bytes | None = None
+    planned: int = 0
     leftover: bool = False
     lost: bool = False
     gate: int = _NO_PARENT
@@ -94,8 +96,6 @@ class Reuse:
         self._rescore_at = 0
         self._blocks = 0
         self._now = 0.0
-        self._newest: _Chain | None = None
-        self._planned = 0
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -107,11 +107,11 @@ class Reuse:
         if length:
             known, deepest = self._known(touch.hashes, length, hit)
             turn, gap = self._take_over(touch.slots, known, deepest)
-            group = Group.LATER if turn else Group.FIRST
+            group = Group.ENDED if touch.hints.ended else Group.LATER if turn else Group.FIRST
             kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
             chain = self._open(now, length, turn, kind)
             self._name(chain, touch.hashes)
-            self._newest, self._planned = chain, length
+            chain.planned = length
             if hit < length:
                 self._await(chain, touch.hashes[hit * HASH_BYTES : (hit + 1) * HASH_BYTES])
             if hit:
@@ -162,13 +162,8 @@ class Reuse:
 
     # -- victims --------------------------------------------------------------------------------
 
-    def victims(self, limit: int) -> SlotArray:
-        return self._choose(limit, None)
-
-    def make_room(self, limit: int) -> SlotArray:
-        return self._choose(limit, self._newest)
-
-    def _choose(self, limit: int, newest: _Chain | None) -> SlotArray:
+    def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
+        newest = self._chains.get(self._awaited.get(wanted[:HASH_BYTES], _NOBODY))
         if self._requests >= self._rescore_at:
             self._rescore()
         heap, busy = self._heap, []
@@ -184,7 +179,9 @@ class Reuse:
                 heappush(heap, (present, number))
                 continue
             if newest is not None and chain is not newest:
-                limit -= self._refuse(newest, present)
+                refused, offered = self._refuse(newest, present)
+                limit -= refused
+                following = min(following, offered)
                 newest = None
                 if limit <= 0:
                     busy.append((present, number))
@@ -201,14 +198,17 @@ class Reuse:
             heappush(heap, entry)
         return chosen
 
-    def _refuse(self, newest: _Chain, present: float) -> int:
+    def _refuse(self, newest: _Chain, present: float) -> tuple[int, float]:
+        """(Blocks at its end that are worth less than what would go, worth of the next one)."""
         worth = self._model.worth(newest.kind, self._now - newest.time)
-        while self._planned > newest.end:
-            missing = newest.length - self._planned
-            if worth * self._tails.share(missing) >= present:
-                break
-            self._planned -= min(self._tails.droppable(missing, present / worth), self._planned - newest.end)
-        return newest.length - self._planned
+        while newest.planned > newest.end:
+            missing = newest.length - newest.planned
+            offered = worth * self._tails.share(missing)
+            if offered >= present:
+                return missing, offered
+            refused = self._tails.droppable(missing, present / worth)
+            newest.planned -= min(refused, newest.planned - newest.end)
+        return newest.length - newest.planned, inf
 
     def _drop(self, chain: _Chain, chosen: SlotArray) -> None:
         self._owner[chosen] = _NOBODY
@@ -295,7 +295,7 @@ class Reuse:
 
     def _used(self, chain: _Chain, end: int, children: int) -> tuple[int, int] | None:
         """A request used the blocks of a chain up to ``end``; (turn, gap bucket) where it goes on from it."""
-        if end <= chain.first:
+        if end <= chain.first or chain.length<=chain.first:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
         going_on = share > _CONTINUED and children < _HUB
@@ -307,7 +307,7 @@ class Reuse:
             chain.row = None
             self._chains.pop(chain.number)
             self._chains[chain.number] = chain
-            chain.time, chain.turn, chain.leftover = self._now, 0, True
+            chain.time, chain.leftover = self._now, True
             chain.kind = self._model.number(
                 Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(chain.length - end), 0, NO_GAP)
             )

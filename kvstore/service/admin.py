@@ -14,9 +14,12 @@ from kvstore.service.gate import Caller, Context, require_admin
 from kvstore.service.lookup import hashed
 from kvstore.service.namespaces import shards_of
 from kvstore.service.parts import ServiceParts
+from kvstore.store.pins import PinnedRun
 from kvstore.v1 import admin_pb2, admin_pb2_grpc, block_pb2, types_pb2
 
 _EVENTS_MESSAGE_BYTES = 1 << 20
+_RECHECK_SECONDS = 5.0
+"""How long a watcher goes on after its token has expired."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -30,6 +33,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._totals = totals
         self._version = version
         self._began = parts.owner.now()
+        self._block_sizes: dict[str, int] = {}
+        """Of what each pin holds."""
 
     async def GetStatus(  # noqa: N802 - the names in the protocol
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -89,7 +94,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             shards = shards_of(known, request.prompt)
             chain = await hashed(request.prompt, known, shards)
             try:
-                blocks = self._store.pin(_pin_name(caller, request.name), chain, shards)
+                name = _pin_name(caller, request.name)
+                blocks = self._store.pin(name, chain, shards)
+                self._block_sizes[name] = known.spec.block_size
             except LeaseError as error:
                 raise NotPossibleError(str(error)) from error
             return admin_pb2.PinResponse(tokens=blocks * known.spec.block_size)
@@ -99,7 +106,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.UnpinResponse:
         async with self._gate.call("Unpin", context, request) as caller:
             require_admin(caller)
-            return admin_pb2.UnpinResponse(found=self._store.unpin(_pin_name(caller, request.name)))
+            name = _pin_name(caller, request.name)
+            self._block_sizes.pop(name, None)
+            return admin_pb2.UnpinResponse(found=self._store.unpin(name))
 
     async def SetQuota(  # noqa: N802
         self, request: admin_pb2.SetQuotaRequest, context: Context
@@ -126,7 +135,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     sequence = batch.sequence
                     yield _events_message(epoch, batch)
                 else:
-                    await log.wait(sequence)
+                    await log.wait(sequence, _RECHECK_SECONDS)
+                    self._gate.check(context)
             raise DrainingError("the server is shutting down; go on from this cursor at the next one")
 
     def _status(self) -> admin_pb2.GetStatusResponse:
@@ -164,7 +174,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             miss_tokens={str(cause): tokens for cause, tokens in totals.misses.items()},
             tenants=tenants,
             adopted_blocks=store.host.adopted.blocks,
+            pins=[self._pin_report(pin) for pin in store.pins()],
         )
+
+    def _pin_report(self, pin: PinnedRun) -> admin_pb2.PinReport:
+        tenant, _, name = pin.name.partition("/")
+        tokens = pin.blocks * self._block_sizes[pin.name]
+        return admin_pb2.PinReport(name=name, tenant=tenant, tokens=tokens, bytes=pin.size)
 
 
 def _pin_name(caller: Caller, name: str) -> str:

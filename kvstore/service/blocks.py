@@ -26,8 +26,9 @@ from kvstore.service.errors import InvalidRequestError, LateError, Limit, LimitE
 from kvstore.service.gate import Context
 from kvstore.service.lookup import hashed
 from kvstore.service.namespaces import Registered, shards_of
-from kvstore.service.parts import Remembered, ServiceParts
+from kvstore.service.parts import ServiceParts
 from kvstore.service.places import file_offsets, generations
+from kvstore.service.remembered import Remembered
 from kvstore.service.streams import receive, send
 from kvstore.spec import slot_bytes_for
 from kvstore.store import BlockStatus
@@ -42,6 +43,8 @@ _STATUSES = {
     BlockStatus.REFUSED: block_pb2.BLOCK_STATUS_REFUSED,
 }
 _WAIT_SECONDS_MAX = 60.0
+RENEWED_MIN = 1024
+"""Ids that a Renew may name whatever the client holds: some may have run out."""
 PREFETCHES_MAX = 256
 """Of one tenant, that wait at the same time."""
 REMEMBERED_REQUESTS = 16_384
@@ -100,6 +103,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             shards = shards_of(known, request.prompt)
             hints, seconds = hints_of(request.hints), _wait_seconds(request.wait_seconds)
             chain = await hashed(request.prompt, known, shards)
+            client = self._clients.get(caller.tenant, request.client, request.epoch)  # it may have gone
             if chain.tokens is None and not client.mapped:
                 raise InvalidRequestError(
                     "the prompt has no token ids, and the client cannot compare blocks itself; send them"
@@ -124,13 +128,21 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> block_pb2.RenewResponse:
         async with self._gate.call("Renew", context, request, ends=True) as caller:
             client = self._clients.get(caller.tenant, request.client, request.epoch)
+            table = self._store.lease_table
+            if len(request.lease_ids) > max(table.held_by(client.owner), RENEWED_MIN):
+                raise LimitError(
+                    Limit.LEASES,
+                    f"{len(request.lease_ids)} leases are to be renewed, client {client.number} holds "
+                    f"{table.held_by(client.owner)}; name those that it holds",
+                )
             self._store.tick()
             lost = []
             for lease_id in request.lease_ids:
-                try:
-                    self._store.renew(self._store.lease_table.get(lease_id, client.owner))
-                except LeaseError:
+                lease = table.find(lease_id, client.owner)
+                if lease is None:
                     lost.append(lease_id)
+                else:
+                    self._store.renew(lease)
             return block_pb2.RenewResponse(lost_lease_ids=lost)
 
     async def Release(  # noqa: N802
@@ -142,7 +154,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             used = request.used_blocks if request.HasField("used_blocks") else None
             lease = self._store.lease_table.find(request.lease_id, client.owner)
             if lease is not None:
-                self._store.release(lease, used)
+                self._store.release(lease, used, request.compared_blocks if client.mapped else 0)
             return block_pb2.ReleaseResponse()
 
     async def BeginWrite(  # noqa: N802
@@ -153,10 +165,12 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             known = self._namespaces.of_prompt(caller.tenant, request.prompt)
             shard = _own_shard(known, shard_of(request.shard))
             chain = await hashed(request.prompt, known, (shard,))
+            client = self._clients.get(caller.tenant, request.client, request.epoch)  # it may have gone
+            self._clients.admit_name(client, request.write_id)
             self._admit_write(client, known, chain, shard, request.first_block)
             writer = client.number if client.mapped else 0
             write = self._store.write(chain, shard, first_block=request.first_block, writer=writer)
-            opened = self._clients.opened(client, write)
+            opened = self._clients.opened(client, write, request.write_id)
             self._failpoint(Step.WRITE_STAGED)
             if context.time_remaining() == 0:
                 # The caller gave up before this could be sent, and would never give the slots back.
@@ -179,7 +193,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             opened = self._clients.write_of(client, request.write_id)
             checksums = checksums_of(request.checksums)
             try:
-                if not client.mapped:
+                if not opened.write.writer:
                     await _compare(opened, checksums)
                 self._failpoint(Step.WRITE_COMMITTING)
                 opened.write.commit(checksums)
@@ -197,10 +211,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
     ) -> block_pb2.AbortWriteResponse:
         async with self._gate.call("AbortWrite", context, request, ends=True) as caller:
             client = self._clients.get(caller.tenant, request.client, request.epoch)
-            opened = client.writes.get(request.write_id)
-            if opened is not None:
-                opened.write.abort()
-                self._clients.closed(client, opened)
+            self._clients.abort(client, request.write_id)
             return block_pb2.AbortWriteResponse()
 
     async def ReadBlocks(  # noqa: N802
@@ -228,7 +239,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 raise InvalidRequestError("the stream is empty; begin it with client, epoch and write_id")
             client = self._clients.get(caller.tenant, first.client, first.epoch)
             opened = self._clients.write_of(client, first.write_id)
-            if client.mapped:
+            if opened.write.writer:
                 raise NotPossibleError(
                     "this client maps the pool file; fill the slots there, or register without can_map"
                 )

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 
 from kvstore.service.codec import require_text
 from kvstore.service.errors import InvalidRequestError, Limit, LimitError, NotPossibleError, WrongEpochError
+from kvstore.service.remembered import Remembered
 from kvstore.service.tenants import Tenant
 from kvstore.store import TieredStore, Write
 from kvstore.tiers.client_lock import MOST_CLIENTS
 
 CLIENTS_MAX = 16_384
 """Of one tenant, those counted that hold nothing for the moment too."""
+ABORTED_MAX = 1024
+"""Names of writes that a client gave up before they began."""
+_NAMED_BY_SERVER = 1 << 32
 CHAIN_BYTES_MAX = 1 << 29
 """Token ids and hashes that the leases of one client keep."""
 
@@ -49,6 +53,7 @@ class Client:
     mapped: bool = False
     streams: int = 0
     staged_bytes: int = 0
+    aborted: Remembered = field(default_factory=lambda: Remembered(ABORTED_MAX))
     writes: dict[int, OpenWrite] = field(default_factory=dict)
 
     @property
@@ -61,15 +66,23 @@ class Clients:
     """Every client that may hold something."""
 
     def __init__(
-        self, store: TieredStore, epoch: int, limits: ClientLimits, clock: Callable[[], float]
+        self,
+        store: TieredStore,
+        epoch: int,
+        limits: ClientLimits,
+        clock: Callable[[], float],
+        stageable: Callable[[str], int],
     ) -> None:
+        """``stageable`` says how many bytes all clients of a tenant may have staged."""
+        self._stageable = stageable
         self._store = store
         self.epoch = epoch
         self._limits = limits
         self._clock = clock
         self._known: dict[tuple[str, int], Client] = {}
         self._numbers: Counter[str] = Counter()
-        self._write_ids = itertools.count(1)
+        self._write_ids = itertools.count(_NAMED_BY_SERVER)
+        self._staged: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -138,8 +151,12 @@ class Clients:
             )
 
     def may_stage(self, client: Client, staged_bytes: int) -> bool:
-        """Whether so many more bytes are within the client's limit."""
-        return client.staged_bytes + staged_bytes <= self._limits.staged_bytes
+        """Whether so many more bytes are within the client's limit, and leave others their shares."""
+        of_tenant = self._staged[client.tenant.name] + staged_bytes
+        return (
+            client.staged_bytes + staged_bytes <= self._limits.staged_bytes
+            and of_tenant <= self._stageable(client.tenant.name)
+        )
 
     def admit_write(self, client: Client, staged_bytes: int) -> None:
         """LimitError when the client would stage more bytes than it may."""
@@ -147,22 +164,42 @@ class Clients:
             raise LimitError(
                 Limit.STAGED_BYTES,
                 f"client {client.number} has {client.staged_bytes} bytes staged and asks for {staged_bytes} "
-                f"more, at most {self._limits.staged_bytes} are allowed; commit first, write fewer blocks at "
-                "a time, or raise client_staged_bytes",
+                f"more, at most {self._limits.staged_bytes} are allowed, and "
+                f"{self._stageable(client.tenant.name)} over all clients of its tenant; commit first, write "
+                "fewer blocks at a time, or raise client_staged_bytes",
             )
 
-    def opened(self, client: Client, write: Write) -> OpenWrite:
-        """Keep a write that has begun."""
+    @staticmethod
+    def admit_name(client: Client, write_id: int) -> None:
+        """NotPossibleError for a write that its client has aborted before it began, or has open."""
+        if write_id and (write_id in client.aborted or write_id in client.writes):
+            raise NotPossibleError(
+                f"write {write_id} of client {client.number} is open or aborted already; name each write anew"
+            )
+
+    def opened(self, client: Client, write: Write, write_id: int) -> OpenWrite:
+        """Keep a write that has begun, under its client's name for it or under one that is free."""
         size = len(write.slots) * write.space.slot_class.slot_bytes
-        opened = OpenWrite(next(self._write_ids), write, size)
+        opened = OpenWrite(write_id or next(self._write_ids), write, size)
         client.writes[opened.id] = opened
         client.staged_bytes += size
+        self._staged[client.tenant.name] += size
         return opened
+
+    def abort(self, client: Client, write_id: int) -> None:
+        """End a write, or keep it from beginning: its client may have named it and given up."""
+        opened = client.writes.get(write_id)
+        if opened is None:
+            client.aborted.add(write_id)
+        else:
+            opened.write.abort()
+            self.closed(client, opened)
 
     def closed(self, client: Client, opened: OpenWrite) -> None:
         """Forget a write that is over."""
         if client.writes.pop(opened.id, None) is not None:
             client.staged_bytes -= opened.staged_bytes
+            self._staged[client.tenant.name] -= opened.staged_bytes
 
     @staticmethod
     def write_of(client: Client, write_id: int) -> OpenWrite:
@@ -201,7 +238,7 @@ class Clients:
             maps = client.mapped or any(opened.write.writer for opened in client.writes.values())
             if maps and holds and not alive(client.number):
                 for lease in [lease for lease in self._store.lease_table if lease.owner == client.owner]:
-                    self._store.release(lease)
+                    self._store.release(lease, 0)  # nobody knows what it read
                 for opened in list(client.writes.values()):
                     opened.write.abort()
                     self.closed(client, opened)

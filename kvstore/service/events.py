@@ -79,14 +79,16 @@ class EventLog:
         for waiter in self._waiters:
             waiter.set()
 
-    async def wait(self, sequence: int) -> None:
-        """Until there is a change after ``sequence``, or there will be none."""
+    async def wait(self, sequence: int, seconds: float) -> None:
+        """Until there is a change after ``sequence``, or there will be none, or the time is up."""
         if self.sequence != sequence or self.closed:
             return
         waiter = asyncio.Event()
         self._waiters.add(waiter)
         try:
-            await waiter.wait()
+            await asyncio.wait_for(waiter.wait(), seconds)
+        except TimeoutError:
+            return
         finally:
             self._waiters.remove(waiter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -29,6 +29,7 @@ from kvstore.service.errors import (
 from kvstore.service.tenants import Refusal, Tenant, Tenants
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 _log = logging.getLogger(__name__)
 _BEARER = "bearer "
@@ -121,16 +122,28 @@ class Gate:
             self.running -= 1
             self._observer.rpc(rpc, outcome, self._clock() - began)
 
+    def refuse(self, method: str, metadata: Metadata) -> str | None:
+        """Why a call is turned away whatever it says; None where its token is valid. Counts refusals."""
+        if self._tenants is None:
+            return None
+        try:
+            _tenant_of(self._tenants, metadata, self._wall_clock())
+        except UnauthenticatedError as error:
+            self._count_refusal(error)
+            self._observer.rpc(method.rpartition("/")[2], "unauthenticated", 0.0)
+            return str(error)
+        return None
+
+    def check(self, context: Context) -> None:
+        """UnauthenticatedError where a call that goes on for long has outlived its token."""
+        self._admit(context)
+
     def _admit(self, context: Context) -> Caller:
         if self._tenants is None:
             # Whoever reaches a loopback port may be any user of this machine.
             return Caller(NOBODY, context.peer().startswith("unix:"))
-        found = self._tenants.authenticate(_token_in(context), self._wall_clock())
-        if isinstance(found, Refusal):
-            raise UnauthenticatedError(
-                f"the token is {found}; use one that the tenants file of the server names"
-            )
-        return Caller(found, found.admin)
+        tenant = _tenant_of(self._tenants, context.invocation_metadata() or (), self._wall_clock())
+        return Caller(tenant, tenant.admin)
 
     def _count_refusal(self, error: Exception) -> None:
         if isinstance(error, LimitError):
@@ -172,8 +185,15 @@ def _shortened(message: str) -> str:
     return f"{message[: _MESSAGE_CHARACTERS // 2]} … {message[-_MESSAGE_CHARACTERS // 2 :]}"
 
 
-def _token_in(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
+def _tenant_of(tenants: Tenants, metadata: Metadata, now: float) -> Tenant:
+    found = tenants.authenticate(_token_in(metadata), now)
+    if isinstance(found, Refusal):
+        raise UnauthenticatedError(f"the token is {found}; use one that the tenants file of the server names")
+    return found
+
+
+def _token_in(metadata: Metadata) -> str:
+    for key, value in metadata:
         if key == "authorization":
             text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
             if text[: len(_BEARER)].lower() == _BEARER:

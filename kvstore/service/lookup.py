@@ -16,7 +16,9 @@ from kvstore.v1 import lookup_pb2, lookup_pb2_grpc, types_pb2
 
 EXPLAINED_BLOCKS_MAX = 16_384
 _EXPLAINED_AT_ONCE = 256
-_LOOKED_UP_AT_ONCE = 8
+_TURN_SECONDS = 0.002
+_PAUSE_SECONDS = 0.0005
+"""A new call takes several turns of the loop to be begun; a pause of no length is one."""
 _MANY_ITEMS = 16
 BATCH_MAX = 1024
 _LONG_PROMPT_BYTES = 4 * 131_072
@@ -60,11 +62,12 @@ class LookupService(lookup_pb2_grpc.LookupServiceServicer):
                     Limit.BATCH,
                     f"the batch has {len(request.requests)} prompts, at most {BATCH_MAX} are taken; split it",
                 )
-            answers = []
-            for place, each in enumerate(request.requests, start=1):
+            answers, until = [], self._owner.now() + _TURN_SECONDS
+            for each in request.requests:
                 answers.append(await self._look_up(each, caller.tenant))
-                if place % _LOOKED_UP_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # others are served meanwhile
+                if self._owner.now() > until:
+                    await asyncio.sleep(_PAUSE_SECONDS)  # others are served meanwhile
+                    until = self._owner.now() + _TURN_SECONDS
             return lookup_pb2.BatchLookupResponse(responses=answers)
 
     async def Explain(  # noqa: N802
@@ -86,7 +89,7 @@ class LookupService(lookup_pb2_grpc.LookupServiceServicer):
             reports: list[BlockReport] = []
             for start in range(0, len(chain), _EXPLAINED_AT_ONCE):
                 reports += explanation.reports(start, min(len(chain), start + _EXPLAINED_AT_ONCE))
-                await asyncio.sleep(0)  # others are served meanwhile
+                await asyncio.sleep(_PAUSE_SECONDS)  # others are served meanwhile
             return _explained(chain, reports, known.spec.payload_bytes_on(shard))
 
     async def _look_up(self, request: lookup_pb2.LookupRequest, tenant: Tenant) -> lookup_pb2.LookupResponse:

@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 
 from hashing import Root
 from kvstore.block import Shard
-from kvstore.config import suggestion
 from kvstore.service.codec import Parallelism, parallelism_of, require_text
 from kvstore.service.errors import InvalidRequestError, Limit, LimitError, UnknownNamespaceError
 from kvstore.service.tenants import Tenant
+from kvstore.settings import suggestion
 from kvstore.spec import NamespaceSpec
 from kvstore.v1 import types_pb2
 
 NAMESPACES_MAX = 1024
 """Of one tenant."""
+SPACES_MAX = 32_768
+"""Of one tenant: ranks over all its namespaces and the ways in which their models are cut."""
 CUTS_MAX = 16
 """Ways in which one model is cut over ranks."""
 
@@ -53,7 +55,16 @@ class Namespaces:
         """LimitError when this would be one more than a tenant, or a namespace, may have."""
         own = self._by_tenant.get(tenant.name, {})
         known = own.get(spec.root.digest)
-        if known is not None and cut not in known.cuts and len(known.cuts) >= CUTS_MAX:
+        if known is not None and cut in known.cuts:
+            return
+        spaces = sum(len(other.shards) for each in own.values() for other in each.cuts)
+        if spaces + len(cut.shards) > SPACES_MAX:
+            raise LimitError(
+                Limit.NAMESPACES,
+                f"the namespaces of this tenant are read by {spaces} ranks, {len(cut.shards)} more are more "
+                f"than {SPACES_MAX}; restart the server to forget those that are no longer used",
+            )
+        if known is not None and len(known.cuts) >= CUTS_MAX:
             raise LimitError(
                 Limit.NAMESPACES,
                 f"the namespace is registered for {len(known.cuts)} ways of cutting its model, at most "

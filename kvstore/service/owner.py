@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
@@ -36,16 +37,27 @@ class Owner:
     """Runs one store on the running event loop."""
 
     def __init__(
-        self, store: TieredStore, wake: Wake, sweep: Callable[[], None], clock: Callable[[], float]
+        self,
+        store: TieredStore,
+        wake: Wake,
+        sweep: Callable[[], None],
+        clock: Callable[[], float],
+        changed: Callable[[], Awaitable[None]],
     ) -> None:
-        """``sweep`` lets go of what clients that are gone have held; it is called at each tick."""
+        """``sweep`` lets go of what clients that are gone have held; it is called at each tick.
+
+        ``changed`` is called when a background task has died, and when it goes on.
+        """
+        self._changed = changed
         self.now = clock
         self._store = store
         self._wake = wake
         self._sweep = sweep
         self._tasks: list[asyncio.Task[None]] = []
-        self.failures = 0
-        """How often a background task died; it is started again."""
+        self.failures: Counter[str] = Counter()
+        """How often each background task died."""
+        self.failing: set[str] = set()
+        """Background tasks that died and have not yet run through since."""
 
     def start(self) -> None:
         """Begin; must be called on the loop."""
@@ -59,11 +71,6 @@ class Owner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every background task runs."""
-        return all(not task.done() for task in self._tasks)
 
     def pump_soon(self) -> None:
         """Send what is queued for redis on its way, once the calls that wait have been served."""
@@ -99,16 +106,22 @@ class Owner:
             try:
                 await run()
             except Exception:  # noqa: BLE001 - whatever it was, the others go on
-                self.failures += 1
+                self.failures[name] += 1
+                self.failing.add(name)
+                await self._changed()
                 _log.exception("background task %s died and is started again", name)
                 await asyncio.sleep(_RESTART_SECONDS)
             else:
+                self.failing.discard(name)
                 return
 
     async def _tick(self) -> None:
         while True:
             self._store.pump()
             self._sweep()
+            if "tick" in self.failing:
+                self.failing.discard("tick")
+                await self._changed()
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _grow(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kvstore.failpoints import Failpoint
@@ -26,19 +24,3 @@ class ServiceParts:
     clients: Clients
     quotas: Quotas
     failpoint: Failpoint
-
-
-class Remembered:
-    """The last keys that were added, at most ``size`` of them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._keys: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._keys
-
-    def add(self, key: Hashable) -> None:
-        self._keys[key] = None
-        if len(self._keys) > self._size:
-            self._keys.popitem(last=False)

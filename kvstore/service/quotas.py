@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from kvstore.service.errors import InvalidRequestError, NotPossibleError
@@ -56,6 +57,11 @@ class Quotas:
         for space in self._pool.spaces():
             if space.namespace in own:
                 self._pool.regroup(space, self._groups[tenant])
+
+    def stageable(self, tenant: str) -> int:
+        """Bytes that a tenant may have staged: all but what others are guaranteed, without limit if nothing is."""
+        others = sum(self._shares.values()) - self._shares.get(tenant, 0)
+        return self._pool.limit_bytes - others if others else sys.maxsize
 
     def use(self) -> list[TenantUse]:
         """What each tenant has now."""

@@ -18,6 +18,8 @@ from kvstore.errors import ConfigError
 from kvstore.service.admin import AdminService
 from kvstore.service.blocks import BlockService
 from kvstore.service.codec import MESSAGE_BYTES
+from kvstore.service.doorman import Doorman
+from kvstore.service.gate import Gate
 from kvstore.service.lookup import LookupService
 from kvstore.v1 import (
     admin_pb2,
@@ -37,7 +39,7 @@ _SERVICES = tuple(
     )
 )
 _OPTIONS = (
-    ("grpc.max_receive_message_length", 2 * MESSAGE_BYTES),  # see Gate: it answers, and counts
+    ("grpc.max_receive_message_length", MESSAGE_BYTES + (2 << 20)),  # see Gate: it answers, and counts
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
     ("grpc.keepalive_time_ms", 30_000),
@@ -46,58 +48,61 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 _SOCKET_MODE = 0o600
+CALLS_MAX = 4096
+"""Calls at the same time, those included that wait or watch; gRPC refuses more as RESOURCE_EXHAUSTED."""
 
 
 class Server:
     """The services of one store on one or several addresses."""
 
-    def __init__(
-        self,
-        lookup: LookupService,
-        blocks: BlockService,
-        admin: AdminService,
-        credentials: grpc.ServerCredentials | None,
-    ) -> None:
+    def __init__(self, gate: Gate, credentials: grpc.ServerCredentials | None) -> None:
         """``credentials`` are for TCP; a unix socket has its file's permissions."""
-        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._grpc = grpc.aio.server(
+            interceptors=(Doorman(gate),), options=_OPTIONS, maximum_concurrent_rpcs=CALLS_MAX
+        )
         self._health = health.aio.HealthServicer()
         self._credentials = credentials
         self._sockets: list[tuple[Path, os.stat_result]] = []
+
+    def bind(self, addresses: Sequence[Address]) -> list[str]:
+        """Take the addresses, with the ports that were chosen; nobody is answered yet.
+
+        ConfigError where one cannot be had.
+        """
+        return [self._listen(address) for address in addresses]
+
+    async def start(self, lookup: LookupService, blocks: BlockService, admin: AdminService) -> None:
+        """Serve, and say so to health checks."""
         lookup_pb2_grpc.add_LookupServiceServicer_to_server(lookup, self._grpc)
         block_pb2_grpc.add_BlockServiceServicer_to_server(blocks, self._grpc)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
-
-    async def start(self, addresses: Sequence[Address]) -> list[str]:
-        """Listen and say so to health checks; the addresses, with the ports that were chosen.
-
-        ConfigError where one cannot be had.
-        """
-        await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
-        bound = [self._listen(address) for address in addresses]
+        await self.tell(serving=False)
         await self._grpc.start()
-        await self._tell(health_pb2.HealthCheckResponse.SERVING)
-        return bound
+        await self.tell(serving=True)
 
-    async def drain(self) -> None:
-        """Say to health checks that no more is to be begun here."""
-        await self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+    async def tell(self, *, serving: bool) -> None:
+        """What health checks are answered from now on."""
+        states = health_pb2.HealthCheckResponse
+        for service in ("", *_SERVICES):
+            await self._health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, seconds: float) -> None:
         """Take no more calls, give those that run ``seconds``, and remove the sockets."""
         await self._grpc.stop(seconds)
+        self.remove_sockets()
+
+    def remove_sockets(self) -> None:
+        """Unlink those that are still this server's. Idempotent."""
         for path, ours in self._sockets:
             try:
                 if os.path.samestat(path.lstat(), ours):
                     path.unlink()
             except FileNotFoundError:
                 continue
-
-    async def _tell(self, status: int) -> None:
-        for service in ("", *_SERVICES):
-            await self._health.set(service, status)
+        self._sockets.clear()
 
     def _listen(self, address: Address) -> str:
         if address.path is not None:
@@ -175,13 +180,22 @@ def _make_way(path: Path) -> None:
         raise ConfigError(
             f"listen names unix:{path}, which is there and no socket; move it, or choose another"
         )
+    is_stale = False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-            return
+            is_stale = True
         except OSError as error:
             raise ConfigError(f"listen names unix:{path}: {error.strerror}; choose another path") from error
+    if is_stale:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"listen names unix:{path}, left by a server that is gone, and this user may not remove it: "
+                f"{error.strerror}; remove it, or choose another path"
+            ) from error
+        return
     raise ConfigError(f"unix:{path} is in use by another server; stop it, or choose another path in listen")

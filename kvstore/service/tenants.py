@@ -4,15 +4,22 @@
     name = "search"
     token_file = "/etc/kvstore/search.tokens"  # one token a line; or token_sha256 = "<64 hex digits>"
     salt_file = "/etc/kvstore/search.salt"     # 16 random bytes or more in hex; or salt = "<hex>"
+    # so much is required; what follows may be left out
     share_bytes = "8GiB"                       # guaranteed part of pool_bytes
     expires = 2027-06-30T00:00:00Z             # none of its tokens is valid from then on
     maps_pool = true                           # may map the pool file, hence read what all tenants stored
-    admin = false
+    admin = true                               # may ask for the status, clear, pin, set shares, watch events
+
+The file and those that it names are read when the server starts: a change needs a restart, which keeps the
+blocks. Nobody but their owner may read them (mode 600), or also a group where they are root's (640).
 
 A token does not stand in the file itself, only its SHA-256 or the name of a file that holds it, so that
 who sees the configuration cannot log in. Two tokens of one tenant are valid at the same time: a new one
-is added, clients move to it, the old one is taken out. The salt is part of every block's identity: with
-another salt all that a tenant has stored is out of its reach.
+is added, the server restarts, clients move to it, the old one is taken out, the server restarts. The salt
+is part of every block's identity: with another salt all that a tenant has stored is out of its reach.
+
+An admin sees and clears what all tenants have, but reads no block of another: a prompt that it names, to
+look it up or to pin it, is one of its own tenant.
 """
 
 from __future__ import annotations
@@ -39,9 +46,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvstore.config import suggestion
 from kvstore.errors import ConfigError
 from kvstore.quantity import Bytes, format_bytes
+from kvstore.settings import suggestion
 
 SALT_BYTES_MIN = 16
 TOKEN_CHARACTERS_MIN = 22
@@ -147,7 +154,7 @@ def load_tenants(path: Path) -> Tenants:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"tenants_file {path} is not TOML: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"tenants_file {path}: {error}") from error
+        raise ConfigError(f"tenants_file {error}") from error
     tables = content.pop("tenant", None)
     if content:
         name = next(iter(content))
@@ -205,7 +212,7 @@ def _read_private(path: Path) -> str:
     if status.st_mode & (stat.S_IRWXO | (stat.S_IWGRP if is_roots else stat.S_IRWXG)):
         raise ValueError(
             f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and holds secrets, expected that only its "
-            f"owner can use it; chmod {'640' if is_roots else '600'} {path}"
+            "owner can use it; run `chmod 600` on it"
         )
     try:
         return content.decode("utf-8")

@@ -26,18 +26,17 @@ def first_reads(parts: Parts, space: Space, run: LocalRun) -> LocalRun:
     return run
 
 
-def learn_from_reader(parts: Parts, lease: Lease, verified: int) -> None:
-    """A reader compared the first ``verified`` blocks; the one at which it stopped is looked at here.
+def learn_from_reader(parts: Parts, lease: Lease, used: int, compared: int) -> None:
+    """A reader used the first ``used`` blocks and compared ``compared``; where it stopped is looked at here.
 
     Called when the lease holds nothing any more.
     """
     for shard, segments in lease.segments.items():
         space = parts.space(parts.tiers.host, lease.chain.namespace, shard)
-        compared = slots_in(cut(segments, verified), TierName.HOST)
-        _mark(parts, compared)
-        stopped = slots_in(segments, TierName.HOST)[len(compared) : len(compared) + 1]
-        if verified < lease.blocks:
-            _verify(parts, space, stopped)
+        _mark(parts, slots_in(cut(segments, min(used, compared)), TierName.HOST))
+        if used < lease.blocks:
+            stop = len(slots_in(cut(segments, used), TierName.HOST))
+            _verify(parts, space, slots_in(segments, TierName.HOST)[stop : stop + 1])
 
 
 def _verify(parts: Parts, space: Space, slots: SlotArray) -> int:

@@ -92,9 +92,9 @@ class Flights:
         lease.pending += 1
 
     def _probe(self, flight: Flight) -> None:
-        rows, seconds = flight.rows, self._options.probe_seconds
+        rows, deadline = flight.rows, self._clock() + self._options.probe_seconds
         self._mailbox.ask(
-            lambda: self._redis.match(rows, self._clock() + seconds),
+            lambda: self._redis.match(rows, deadline),
             lambda match: self._probed(flight, match or TierMatch(0, MissCause.UNAVAILABLE)),
         )
 

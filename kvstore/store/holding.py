@@ -105,10 +105,11 @@ class Holding:
                 f"lease {lease.id} of request {lease.request_id!r} is over; acquire again, and renew in time"
             )
 
-    def release(self, lease: Lease, used_blocks: int | None = None) -> None:
+    def release(self, lease: Lease, used_blocks: int | None = None, compared_blocks: int = 0) -> None:
         """Unpin and count the request, once. Idempotent.
 
-        ``used_blocks`` is how much of the run the reader found valid and used (None: all of it).
+        ``used_blocks`` is how much of the run the reader found valid and used (None: all of it),
+        ``compared_blocks`` how much it compared with its checksums, where readers do that.
         """
         if lease.over:
             return
@@ -118,7 +119,7 @@ class Holding:
         self.leases.close(lease)
         used = lease.blocks if used_blocks is None else min(used_blocks, lease.blocks)
         if self._parts.options.readers_verify:
-            learn_from_reader(self._parts, lease, used if used_blocks is not None else 0)
+            learn_from_reader(self._parts, lease, used, compared_blocks)
         if lease.counted:
             self._parts.bus.emit(self._settled(lease, used))
         lease.wake()

@@ -28,7 +28,7 @@ from kvstore.store.inventory import clear, resident
 from kvstore.store.mailbox import Mailbox
 from kvstore.store.options import StoreOptions
 from kvstore.store.parts import Parts, Tiers
-from kvstore.store.pins import Pins
+from kvstore.store.pins import PinnedRun, Pins
 from kvstore.store.probe import Explanation, Lookup, Probe, present_in
 from kvstore.store.promotion import promote
 from kvstore.store.registry import Registry
@@ -116,10 +116,8 @@ class TieredStore:
         if not probe.asks_redis:
             then(probe.answer(None))
             return
-        seconds = self._parts.options.probe_seconds
-        self._parts.mailbox.ask(
-            lambda: probe.ask(self._clock() + seconds), lambda redis: then(probe.answer(redis))
-        )
+        deadline = self._clock() + self._parts.options.probe_seconds  # the time that it waits counts
+        self._parts.mailbox.ask(lambda: probe.ask(deadline), lambda redis: then(probe.answer(redis)))
 
     def begin_explain(self, chain: Chain, shard: Shard, then: Callable[[Explanation], None]) -> None:
         """Block by block, where it is or why it is not; ``then`` as in ``begin_lookup``."""
@@ -128,9 +126,9 @@ class TieredStore:
         if isinstance(redis, NullTier) or not len(rows):
             then(Explanation(self._parts, rows, None))
             return
-        seconds = self._parts.options.probe_seconds * 2
+        deadline = self._clock() + self._parts.options.probe_seconds * 2
         self._parts.mailbox.ask(
-            lambda: present_in(redis, rows, self._clock, self._clock() + seconds),
+            lambda: present_in(redis, rows, self._clock, deadline),
             lambda known: then(Explanation(self._parts, rows, known or [None] * len(rows))),
         )
 
@@ -186,9 +184,13 @@ class TieredStore:
         """Keep a lease for another ``lease_seconds``; LeaseError when it is over."""
         self._holding.renew(lease)
 
-    def release(self, lease: Lease, used_blocks: int | None = None) -> None:
-        """End a lease and count its request. Idempotent."""
-        self._holding.release(lease, used_blocks)
+    def release(self, lease: Lease, used_blocks: int | None = None, compared_blocks: int = 0) -> None:
+        """End a lease and count its request. Idempotent.
+
+        ``used_blocks`` is how much of the run was valid and used (None: all), ``compared_blocks`` how
+        much a reader of its own memory compared with its checksums (``StoreOptions.readers_verify``).
+        """
+        self._holding.release(lease, used_blocks, compared_blocks)
 
     def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0, writer: int = 0) -> Write:
         """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier.
@@ -248,6 +250,10 @@ class TieredStore:
         """Keep the leading run that is in memory, under a name, until ``unpin``; its blocks."""
         self._registry.require(chain, shards)
         return self._pins.pin(name, chain, shards)
+
+    def pins(self) -> list[PinnedRun]:
+        """What is kept under names."""
+        return self._pins.all()
 
     def unpin(self, name: str) -> bool:
         """Let go of what a name keeps; False when it keeps nothing."""

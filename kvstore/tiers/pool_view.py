@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,10 @@ from kvstore.tiers.pool_format import (
 )
 
 Offsets = NDArray[np.int64]
+
+_MACHINE = platform.machine()
+_ORDERED_MACHINES = ("x86_64", "AMD64")
+"""Those on which stores become visible in the order in which they were made, and loads are in order too."""
 
 
 class ClientNumberTaken(PoolError):  # noqa: N818 - it names what happened, not a fault
@@ -71,13 +76,20 @@ class PoolView:
         """Open, lock and map the file of the server that has this ``epoch``.
 
         Raises ClientNumberTaken when another client has the number, PoolError when the file is
-        missing, not permitted, damaged, of another format version or of another epoch.
+        missing, not permitted, another user's, damaged, of another format version or of another
+        epoch, and on machines where what is read while the server writes could not be trusted.
         """
+        if _MACHINE not in _ORDERED_MACHINES:
+            raise PoolError(
+                f"this machine is {_MACHINE}, expected {' or '.join(_ORDERED_MACHINES)}: elsewhere changes "
+                "of the tables may be seen in another order than they were made; stream"
+            )
         if not 1 <= client <= MOST_CLIENTS:
             raise PoolError(f"client number is {client}, expected 1 … {MOST_CLIENTS}")
         self.path = path
         descriptor = _open(path)
         try:
+            _require_owner(path, descriptor)
             self._geometry = _read_geometry(path, descriptor)
             if not _lock(path, descriptor, client):
                 raise ClientNumberTaken(
@@ -245,6 +257,16 @@ def _open(path: Path) -> int:
             f"cannot open pool file {path}: {error.strerror}; run as the server's user and on its machine, "
             "with the same /dev/shm, or stream"
         ) from error
+
+
+def _require_owner(path: Path, descriptor: int) -> None:
+    """PoolError where somebody else could change what is read, and read what is written."""
+    owner, ours = os.fstat(descriptor).st_uid, os.geteuid()
+    if owner not in (0, ours):
+        raise PoolError(
+            f"pool file {path} belongs to user {owner}, expected {ours}, who runs this, or root; run the "
+            "server as this user, with a pool_path in a folder that only this user may write to"
+        )
 
 
 def _read_geometry(path: Path, descriptor: int) -> Geometry:

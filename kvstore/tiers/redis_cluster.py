@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
+from _thread import start_new_thread
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-
-import numpy as np
 
 from kvstore.block import HASH_BYTES
 from kvstore.tiers.base import TierStatus
-from kvstore.tiers.redis_commands import slot_ranges
+from kvstore.tiers.redis_commands import slot_ranges, tag_runs
 from kvstore.tiers.redis_connection import Address, SlotRange, read_slots, slot_of
 from kvstore.tiers.redis_node import Lane, Node
 from kvstore.tiers.redis_topology import Route, Share
@@ -52,11 +50,8 @@ class Cluster:
 
     def shares(self, tags: bytes, deadline: float) -> list[Share]:
         slots = self._slots or self._first_slots(deadline)
-        columns = np.frombuffer(tags, dtype=np.uint64).reshape(-1, 2)
-        cuts = np.flatnonzero((columns[1:] != columns[:-1]).any(axis=1)) + 1
-        edges = [0, *cuts.tolist(), len(columns)]
         shares: dict[Node, list[int]] = {}
-        for start, stop in pairwise(edges):
+        for start, stop in tag_runs(tags):
             node = slots[slot_of(tags[start * HASH_BYTES : (start + 1) * HASH_BYTES])]
             shares.setdefault(node, []).extend(range(start, stop))
         return list(shares.items())
@@ -135,13 +130,14 @@ class Cluster:
         with self._changed:
             if self._closed or self._refreshing or self._clock() < self._refresh_at:
                 return
-            asking = threading.Thread(target=self._learn, name="connect redis cluster", daemon=True)
-            try:
-                asking.start()
-            except RuntimeError as error:
-                self._trouble = f"no thread to ask on: {error}"
-                return
             self._refreshing = True
+        try:
+            # Unlike Thread.start it does not wait until the thread runs, for which there is no deadline.
+            start_new_thread(self._learn, ())
+        except RuntimeError as error:
+            with self._changed:
+                self._refreshing = False
+                self._trouble = f"no thread to ask on: {error}"
 
     def _learn(self) -> None:
         try:

@@ -37,6 +37,16 @@ Span = tuple[int, int]
 """Half-open range of blocks."""
 
 
+def tag_runs(tags: bytes) -> list[Span]:
+    """Packed segment tags, cut where one differs from the one before."""
+    if not tags:
+        return []
+    halves = np.frombuffer(tags, dtype=np.uint64)
+    changes = np.flatnonzero(halves[2:] != halves[:-2])
+    cuts = sorted({change // 2 + 1 for change in changes.tolist()})
+    return list(pairwise([0, *cuts, len(tags) // HASH_BYTES]))
+
+
 class RowKeys:
     """The keys of some rows, as the server reads them."""
 
@@ -57,13 +67,7 @@ class RowKeys:
 
     def segments(self) -> list[Span]:
         """The rows, cut where the segment tag changes: a command must not span two of them."""
-        blocks = len(self._rows)
-        if blocks == 0:
-            return []
-        halves = np.frombuffer(self._rows.tags, dtype=np.uint64)
-        changes = np.flatnonzero(halves[2:] != halves[:-2])
-        cuts = sorted({change // 2 + 1 for change in changes.tolist()})
-        return list(pairwise([0, *cuts, blocks]))
+        return tag_runs(self._rows.tags)
 
     def variadic(self, name: bytes, span: Span) -> bytes:
         """A command over the keys of a span within one segment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
@@ -188,7 +189,6 @@ class Node:
                     started = False
                     continue
                 slots.connecting += 1
-            # Not under the lock: to start a thread is to wait until it runs.
             self._start_connecting(slots)
             started = True
 
@@ -231,14 +231,9 @@ class Node:
 
     def _start_connecting(self, slots: _Slots) -> None:
         """Have one more connection made; it is counted already."""
-        connecting = threading.Thread(
-            target=self._connect_into,
-            args=(slots, self._new_connection()),
-            name=f"connect {self._place}",
-            daemon=True,
-        )
         try:
-            connecting.start()
+            # Unlike Thread.start it does not wait until the thread runs, for which there is no deadline.
+            start_new_thread(self._connect_into, (slots, self._new_connection()))
         except RuntimeError as error:
             with self._changed:
                 slots.connecting -= 1

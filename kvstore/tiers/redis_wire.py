@@ -117,7 +117,11 @@ class Wire:
     def read_reply(self) -> Reply:
         """The next reply, whole; not for payloads."""
         self._settle()
-        return self._note(self._reply())
+        line = self._line()
+        if line.startswith(b":"):
+            self.replies += 1
+            return _number(line)
+        return self._note(self._reply_from(line))
 
     def read_bulk_size(self) -> int | ErrorReply | None:
         """The start of a string reply: its size. So many bytes, and then its end, must be read next.
@@ -178,7 +182,9 @@ class Wire:
         return reply
 
     def _reply(self, depth: int = 0) -> Reply:
-        line = self._line()
+        return self._reply_from(self._line(), depth)
+
+    def _reply_from(self, line: bytes, depth: int = 0) -> Reply:
         kind = line[:1]
         if kind == b"+":
             return line[1:]

@@ -26,6 +26,8 @@ class State(StrEnum):
 
     LOADING = "loading"
     SERVING = "serving"
+    FAILING = "failing"
+    """A background task died and is about to be started again."""
     DRAINING = "draining"
 
 

@@ -11,7 +11,8 @@ import pytest
 from kvstore.block import HASH_BYTES, WHOLE, TierName
 from kvstore.service.client import Client, Outcome
 from kvstore.service.client.options import CallError
-from kvstore.service.operator import BlockEvent, EventBatch, Operator, PromptQuery, RequestError
+from kvstore.service.operator import Operator, PromptQuery, RequestError
+from kvstore.service.reports import BlockEvent, EventBatch
 from tests.support.clients import FAST, MAPPED, client_of
 from tests.support.served import LETTERS, STORED, client, model, server, store
 from tests.support.sidecars import Sidecar, sidecar

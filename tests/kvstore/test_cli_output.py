@@ -12,7 +12,7 @@ from kvstore.block import MissCause, TierName
 from kvstore.commands import output
 from kvstore.commands.lookup import leading_blocks, runs_of
 from kvstore.commands.output import Answer, Grid, render, show
-from kvstore.service.operator import BlockReport
+from kvstore.service.reports import BlockReport
 
 LONG = "a-value-that-is-much-longer-than-the-terminal-is-wide"
 GRID = Grid(("name", "size", "what it is"), [("first", "1,234", LONG), ("second", "56.7 KiB", "")])

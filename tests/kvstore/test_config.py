@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from kvstore.address import Address, parse_address
-from kvstore.config import Config, Source, load_config, mask_url
+from kvstore.config import Config, mask_url
 from kvstore.errors import ConfigError
+from kvstore.settings import Source, load_config
 
 
 def write_toml(folder: Path, text: str) -> Path:

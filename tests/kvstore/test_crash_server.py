@@ -16,7 +16,8 @@ import pytest
 from kvstore.block import TierName
 from kvstore.failpoints import Step
 from kvstore.service.client import Outcome
-from kvstore.service.operator import Operator, ServerStatus
+from kvstore.service.operator import Operator
+from kvstore.service.reports import ServerStatus
 from tests.support.crash_blocks import BLOCK_SIZE
 from tests.support.crash_checks import POOL, check, resident_blocks, settle
 from tests.support.crash_client import CrashClient

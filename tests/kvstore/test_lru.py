@@ -58,7 +58,7 @@ class Forest:
         slots = slots_of(*(self.slot[name] for name in names))
         self.lru.touch(Touch(prompt.encode(), slots[:hits], hits, float(self.now)))
         if hits < len(names):
-            self.lru.add(slots[hits:], int(slots[hits - 1]) if hits else ROOT, float(self.now))
+            self.lru.add(slots[hits:], b"", int(slots[hits - 1]) if hits else ROOT, float(self.now))
 
     def add(self, name: str) -> None:
         slot = min(set(range(SLOTS)) - set(self.slot.values()))

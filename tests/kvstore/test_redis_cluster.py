@@ -15,7 +15,7 @@ from kvstore.block import SEGMENT_BLOCKS, BlockRows, MissCause
 from kvstore.tiers.base import Payload, SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.redis_connection import slot_of
 from kvstore.tiers.redis_value import block_key
-from tests.support.redis_fleets import ClusterFleet
+from tests.support.redis_fleets import ClusterFleet, cluster_settings
 from tests.support.redis_store import Store, assert_loads, logged, opened, payloads_of, rows_of
 from tests.support.redis_traffic import AT_ONCE_SECONDS, LATE_SECONDS, Timed, Traffic
 from tests.support.redis_ways import NEEDED_COMMANDS, shared_cluster, start_tls
@@ -76,9 +76,11 @@ class TestAMovingSlot:
 
     @pytest.fixture
     def rows(self, cluster: ClusterFleet, store: Store) -> BlockRows:
-        """Three segments, stored; the middle one is going to move."""
-        rows = rows_of(300)
-        assert store.save(rows, many_payloads(300)) == [SaveOutcome.STORED] * 300
+        """Three segments, stored and found by ``store``; the middle one is going to move."""
+        rows, stored = rows_of(300), [SaveOutcome.STORED] * 300
+        with opened(None, cluster.url) as writer:
+            assert eventually(lambda: writer.save(rows, many_payloads(300)) == stored, RECOVERY_SECONDS)
+        assert store.match(rows) == 300
         return rows
 
     @pytest.fixture
@@ -194,7 +196,10 @@ class TestAMovingSlot:
 
 def test_a_primary_that_dies_is_replaced_by_its_replica(tmp_path: Path) -> None:
     """LMCache #3565: hits and stores resume within seconds, no process restart."""
-    with ClusterFleet(tmp_path / "fleet", replicas=1) as cluster, opened(None, cluster.url) as store:
+    with (
+        ClusterFleet(tmp_path / "fleet", replicas=1, timeout_ms=500) as cluster,
+        opened(None, cluster.url) as store,
+    ):
         doomed, rows = cluster.nodes[0], rows_of(300)
         first = next(
             number
@@ -213,7 +218,7 @@ def test_a_primary_that_dies_is_replaced_by_its_replica(tmp_path: Path) -> None:
         assert traffic.wrong == []
         assert_loads(store, rows, payloads)
         assert store.save(rows, payloads) == [SaveOutcome.STORED] * 300
-        assert eventually(lambda: place not in store.tier.breakers())
+        assert eventually(lambda: place not in store.tier.breakers(), RECOVERY_SECONDS)
         assert store.tier.status() == TierStatus(healthy=True)
         assert set(store.tier.errors()) <= {"connection", "clusterdown", "moved", "timeout", "busy"}
 
@@ -225,18 +230,25 @@ def test_a_node_that_stops_answering_holds_up_nobody_else(cluster: ClusterFleet,
         store.save(rows, many_payloads(2))
     stopped = cluster.node_of(prompts[0].tag_at(0))
     theirs = [rows for rows in prompts if cluster.node_of(rows.tag_at(0)) is not stopped]
-    stopped.stop()
-    for _ in range(4):
-        with Timed() as timed:
-            found = store.tier.match(prompts[0], time.monotonic() + 0.05)
-        assert found in (TierMatch(0, MissCause.TIMEOUT), TierMatch(0, MissCause.UNAVAILABLE))
-        assert timed.seconds < 0.05 + LATE_SECONDS
-        for rows in theirs:
-            assert store.tier.match(rows, time.monotonic() + 0.05) == TierMatch(2, None)
-    assert store.tier.breakers()[f"127.0.0.1:{stopped.port}"]
-    assert not store.tier.status().healthy
-    stopped.resume()
-    assert eventually(lambda: store.match(prompts[0]) == 2)
+    others = [node for node in cluster.nodes if node is not stopped]
+    for node in others:
+        node.client.config_resetstat()
+    begun = time.monotonic()
+    with stopped.frozen():
+        for _ in range(4):
+            with Timed() as timed:
+                found = store.tier.match(prompts[0], time.monotonic() + 0.05)
+            assert found in (TierMatch(0, MissCause.TIMEOUT), TierMatch(0, MissCause.UNAVAILABLE))
+            assert timed.seconds < 0.05 + LATE_SECONDS
+            for rows in theirs:
+                assert store.match(rows) == 2
+        assert store.tier.breakers()[f"127.0.0.1:{stopped.port}"]
+        assert not store.tier.status().healthy
+        while time.monotonic() - begun < 0.8:
+            store.tier.match(prompts[0], time.monotonic() + 0.05)
+        asked = sum(node.calls().get("cluster|slots", 0) for node in others)
+        assert 1 <= asked <= 1 + (time.monotonic() - begun) / 0.5, "who fails has the slots asked for"
+    assert eventually(lambda: store.match(prompts[0]) == 2, RECOVERY_SECONDS)
     assert eventually(lambda: store.tier.status() == TierStatus(healthy=True))
     for rows in prompts:
         assert_loads(store, rows, many_payloads(2))
@@ -250,11 +262,10 @@ def test_of_a_prompt_on_several_nodes_what_comes_before_a_dead_one_is_kept(
     owners = [cluster.node_of(rows.tag_at(block)) for block in range(0, 600, SEGMENT_BLOCKS)]
     other = next(number for number, owner in enumerate(owners) if owner is not owners[0])
     known = other * SEGMENT_BLOCKS
-    owners[other].stop()
-    assert store.tier.match(rows, time.monotonic() + 0.5) == TierMatch(known, MissCause.TIMEOUT)
     destinations = [np.zeros(SIZE, dtype=np.uint8) for _ in range(600)]
-    causes = store.tier.load(rows, destinations, time.monotonic() + 0.5).causes
-    owners[other].resume()
+    with owners[other].frozen():
+        assert store.tier.match(rows, time.monotonic() + 0.5) == TierMatch(known, MissCause.TIMEOUT)
+        causes = store.tier.load(rows, destinations, time.monotonic() + 0.5).causes
     assert causes[:known] == [None] * known
     assert set(causes) == {None, MissCause.TIMEOUT}
     assert all(
@@ -262,12 +273,12 @@ def test_of_a_prompt_on_several_nodes_what_comes_before_a_dead_one_is_kept(
         for cause, mine, theirs in zip(causes, destinations, payloads, strict=True)
         if cause is None
     )
-    assert eventually(lambda: store.match(rows) == 600)
+    assert eventually(lambda: store.match(rows) == 600, RECOVERY_SECONDS)
 
 
 def test_starts_without_a_cluster_and_attaches_by_itself(start_valkey: Callable[..., ValkeyServer]) -> None:
     """LMCache #1491. A cluster of one, that at first is not there, and then has no slots."""
-    server = start_valkey(cluster_enabled="yes")
+    server = start_valkey(**cluster_settings())
     server.kill()
     rows = rows_of(3)
     with opened(None, f"redis+cluster://127.0.0.1:{server.port}") as store:
@@ -289,7 +300,7 @@ def test_starts_without_a_cluster_and_attaches_by_itself(start_valkey: Callable[
 
 
 def test_a_wrong_password_later_on_is_an_outage_that_ends(start_valkey: Callable[..., ValkeyServer]) -> None:
-    server, rows = start_valkey(cluster_enabled="yes"), rows_of(3)
+    server, rows = start_valkey(**cluster_settings()), rows_of(3)
     server.run("CLUSTER ADDSLOTSRANGE", 0, 16383)
     server.client.acl_setuser("kv", enabled=True, passwords=["+first"], categories=["+@all"], keys=["*"])
     with opened(None, f"redis+cluster://kv:first@127.0.0.1:{server.port}") as store:
@@ -308,7 +319,7 @@ def test_a_wrong_password_later_on_is_an_outage_that_ends(start_valkey: Callable
 
 
 def test_a_cluster_with_tls(tmp_path: Path) -> None:
-    server, query = start_tls(tmp_path, **{"cluster-enabled": "yes", "tls-cluster": "yes"})
+    server, query = start_tls(tmp_path, **cluster_settings(), **{"tls-cluster": "yes"})
     server.run("CLUSTER ADDSLOTSRANGE", 0, 16383)
     place = f"127.0.0.1:{server.setting('tls-port')}"
     with opened(None, f"rediss+cluster://{place}?{query}") as store:

@@ -167,11 +167,11 @@ def test_cut_off_in_a_payload_what_came_before_is_kept(valkey: ValkeyServer, fau
     with Proxy(valkey.port, behaviour) as proxy, opened(valkey, f"redis://127.0.0.1:{proxy.port}") as store:
         destinations = [np.zeros(SIZE, dtype=np.uint8) for _ in range(BLOCKS)]
         with Timed() as timed:
-            result = store.tier.load(rows, destinations, time.monotonic() + 0.3)
+            result = store.tier.load(rows, destinations, time.monotonic() + 1)
         rest = MissCause.TIMEOUT if fault is Fault.STALL else MissCause.UNAVAILABLE
         assert result.causes == [None] * 3 + [rest] * 7
         assert all(np.array_equal(destinations[block], payloads[block]) for block in range(3))
-        assert timed.seconds < 0.3 + LATE_SECONDS
+        assert timed.seconds < 1 + LATE_SECONDS
         assert store.tier.errors() == {"timeout" if fault is Fault.STALL else "connection": 1}
 
 

@@ -32,7 +32,7 @@ class TestMapped:
         with mapping(mapped) as view:
             begun = mapped.begin(PROMPT)
             payloads = mapped.payloads(PROMPT)
-            views = view.views(np.frombuffer(begun.offsets, dtype="<i8"), 1024)
+            views = view.views(np.frombuffer(begun.offsets, dtype="<i8"), 1024, writable=True)
             for target, payload in zip(views, payloads, strict=True):
                 target[:] = np.frombuffer(payload, dtype=np.uint8)
             del target, views

@@ -67,6 +67,7 @@ def test_what_goes_wrong_with_redis_is_exported() -> None:
             redis_breakers=redis.breakers,
             redis_queue_bytes=lambda: 4096,
             listener_failures=lambda: 7,
+            background_failures=lambda: {"tick": 2},
         )
         registry.register(StoreGauges(readings))
         for healthy in (1, 1, 0):
@@ -76,6 +77,7 @@ def test_what_goes_wrong_with_redis_is_exported() -> None:
         assert registry.get_sample_value("kvstore_redis_errors_total", {"kind": "connection"}) == 3
         assert registry.get_sample_value("kvstore_redis_queue_bytes") == 4096
         assert registry.get_sample_value("kvstore_listener_failures_total") == 7
+        assert registry.get_sample_value("kvstore_background_failures_total", {"task": "tick"}) == 2
     redis.close()
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.evict.lru import LRU
-from kvstore.simulate import HitCounts, Instance, count_hits, replay
-from kvstore.trace import Request, TraceError, read_mooncake
+from kvstore.simulate import HitCounts, Instance, Workload, count_hits, replay
+from kvstore.trace import Request, TraceError, read_trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONVERSATION = REPOSITORY / "tests/data/conversation_trace.jsonl.gz"
@@ -41,8 +41,8 @@ def write(path: Path, *lines: str) -> Path:
 
 
 def hits_of(requests: Sequence[Request], blocks: int) -> list[int]:
-    instance = Instance(LRU, blocks)
-    return [instance.serve(request) for request in requests]
+    instance = Instance(LRU, Workload.of(requests), blocks)
+    return [instance.serve(number) for number in range(len(requests))]
 
 
 def run_cli(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -59,19 +59,19 @@ def run_cli(*arguments: str | Path, **environ: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def conversation() -> list[Request]:
-    return read_mooncake([CONVERSATION])
+def conversation() -> Workload:
+    return Workload.of(read_trace([CONVERSATION]))
 
 
 @pytest.mark.parametrize(
     ("blocks", "percent"),
     [(1_000, 4.45), (3_000, 6.53), (10_000, 21.16), (30_000, 32.57), (50_000, 35.46), (100_000, 36.37)],
 )
-def test_lru_hits_what_it_is_known_to_hit(conversation: list[Request], blocks: int, percent: float) -> None:
+def test_lru_hits_what_it_is_known_to_hit(conversation: Workload, blocks: int, percent: float) -> None:
     assert replay(conversation, LRU, blocks).block_rate * 100 == pytest.approx(percent, abs=POINTS)
 
 
-def test_the_ceiling_is_what_two_public_tools_print(conversation: list[Request]) -> None:
+def test_the_ceiling_is_what_two_public_tools_print(conversation: Workload) -> None:
     counts = replay(conversation, LRU, None)
     assert (counts.requests, counts.asked_blocks) == (12_031, 288_500)
     assert counts.block_rate * 100 == pytest.approx(36.64, abs=POINTS)
@@ -85,9 +85,9 @@ def test_the_ceiling_is_what_two_public_tools_print(conversation: list[Request])
 def test_a_hit_is_a_leading_run_and_its_tokens_those_of_the_prompt(tmp_path: Path) -> None:
     """The last block of the first prompt holds 100 tokens, and is hit as these 100."""
     lines = (line([1, 2, 3], tail=100), line([1, 2, 3], tail=100), line([1, 2, 4]), line([9, 2, 3]))
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", *lines)])
+    requests = read_trace([write(tmp_path / "trace.jsonl", *lines)])
     assert hits_of(requests, 100) == [0, 3, 2, 0]
-    assert replay(requests, LRU, None) == HitCounts(
+    assert replay(Workload.of(requests), LRU, None) == HitCounts(
         requests=4,
         asked_blocks=12,
         hit_blocks=5,
@@ -99,33 +99,33 @@ def test_a_hit_is_a_leading_run_and_its_tokens_those_of_the_prompt(tmp_path: Pat
 
 
 def test_the_middle_request_of_an_odd_number_is_warm(tmp_path: Path) -> None:
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", line([1]), line([1]), line([1]))])
+    requests = read_trace([write(tmp_path / "trace.jsonl", line([1]), line([1]), line([1]))])
     counts = count_hits(requests, [0, 1, 1])
     assert (counts.asked_tokens_warm, counts.hit_tokens_warm) == (2 * BLOCK, 2 * BLOCK)
 
 
 def test_a_tail_goes_before_its_head(tmp_path: Path) -> None:
     lines = (line([1, 2, 3]), line([7]), line([1, 2, 3]))
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", *lines)])
+    requests = read_trace([write(tmp_path / "trace.jsonl", *lines)])
     assert hits_of(requests, 3) == [0, 0, 2]
 
 
 def test_a_prompt_longer_than_the_cache_keeps_its_head(tmp_path: Path) -> None:
     lines = (line([1, 2, 3, 4, 5]), line([1, 2, 3, 4, 5]), line([1, 2, 8, 9]), line([1, 2, 8, 9]))
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", *lines)])
+    requests = read_trace([write(tmp_path / "trace.jsonl", *lines)])
     assert hits_of(requests, 3) == [0, 3, 2, 3]
 
 
 def test_a_hit_keeps_a_prompt_young(tmp_path: Path) -> None:
     lines = (line([1]), line([2]), line([1]), line([3]), line([1]), line([2]))
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", *lines)])
+    requests = read_trace([write(tmp_path / "trace.jsonl", *lines)])
     assert hits_of(requests, 2) == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_cache_without_a_block_is_refused(tmp_path: Path) -> None:
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", line([1]))])
+    requests = read_trace([write(tmp_path / "trace.jsonl", line([1]))])
     with pytest.raises(ConfigError, match="capacity is 0 blocks, expected at least 1"):
-        replay(requests, LRU, 0)
+        replay(Workload.of(requests), LRU, 0)
 
 
 # -- against a model ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_replay_hits_what_a_list_of_single_blocks_hits(
 ) -> None:
     """Ids repeat behind other ids, and within a prompt: what counts is the whole prefix."""
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
-    requests = read_mooncake([write(path, *(line(ids) for ids in asked))])
+    requests = read_trace([write(path, *(line(ids) for ids in asked))])
     expected = model_hits(asked, capacity)
     assert hits_of(requests, capacity) == expected
     assert hits_of(requests, capacity) == expected, "a second replay differs"
@@ -171,14 +171,14 @@ def test_files_are_merged_by_time_and_share_their_ids(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", line([1, 2], timestamp=0), "\n", line([1, 2, 3], timestamp=2500))
     second = tmp_path / "b.jsonl.gz"
     second.write_bytes(gzip.compress(line([1, 2, 4], timestamp=1000).encode()))
-    requests = read_mooncake([first, second])
+    requests = read_trace([first, second])
     assert [request.time for request in requests] == [0, 1.0, 2.5]
     assert hits_of(requests, 10) == [0, 2, 2]
 
 
 def test_ids_may_be_of_any_size(tmp_path: Path) -> None:
     huge = [2**64 + 5, -3]
-    requests = read_mooncake([write(tmp_path / "trace.jsonl", line(huge), line(huge), line([5, -3]))])
+    requests = read_trace([write(tmp_path / "trace.jsonl", line(huge), line(huge), line([5, -3]))])
     assert hits_of(requests, 10) == [0, 2, 0]
 
 
@@ -207,7 +207,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, case: str) -> No
     bad, problem, value = BAD_LINES[case]
     path = write(tmp_path / "trace.jsonl", line([1]), bad)
     with pytest.raises(TraceError) as raised:
-        read_mooncake([path])
+        read_trace([path])
     message = str(raised.value)
     assert message.startswith(f"{path}:2: ")
     assert problem in message
@@ -218,7 +218,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path: Path, case: str) -> No
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl cannot be read .*No such file"):
-        read_mooncake([tmp_path / "absent.jsonl"])
+        read_trace([tmp_path / "absent.jsonl"])
 
 
 @pytest.mark.parametrize("damage", ["cut short", "overwritten"])
@@ -229,12 +229,12 @@ def test_a_damaged_gzip_file_is_an_error_and_no_shorter_trace(tmp_path: Path, da
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(packed)
     with pytest.raises(TraceError, match=r"trace\.jsonl\.gz(:\d+: | cannot be read after line [1-9])"):
-        read_mooncake([path])
+        read_trace([path])
 
 
 def test_an_empty_trace_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no request"):
-        read_mooncake([write(tmp_path / "trace.jsonl", "\n")])
+        read_trace([write(tmp_path / "trace.jsonl", "\n")])
 
 
 # -- the command line ---------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_the_progress_bar_is_on_stderr(small_trace: Path) -> None:
     [
         (["--capacity", "1k,many"], "--capacity names 'many', expected a number of blocks"),
         (["--capacity", "0"], "--capacity names '0', expected a number of blocks above zero"),
-        (["--policy", "mru"], "--policy names 'mru', expected lru"),
+        (["--policy", "mru"], "--policy names 'mru', expected all or some of lru, lfu"),
         (["absent.jsonl"], "absent.jsonl cannot be read"),
     ],
 )

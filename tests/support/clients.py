@@ -58,7 +58,7 @@ class OnLoop:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
-        return self._waiting(value) if inspect.iscoroutinefunction(value) else self._wrapped(value)
+        return self._waiting(value) if inspect.ismethod(value) else self._wrapped(value)
 
     def __enter__(self) -> Self:
         self._waiting(self._target.__aenter__)()
@@ -77,8 +77,10 @@ class OnLoop:
 
     def _waiting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            future = asyncio.run_coroutine_threadsafe(method(*args, **options), self._loop)
-            return self._wrapped(future.result(SECONDS))
+            result = method(*args, **options)
+            if inspect.isawaitable(result):
+                result = asyncio.run_coroutine_threadsafe(result, self._loop).result(SECONDS)  # type: ignore[arg-type]
+            return self._wrapped(result)
 
         return call
 

@@ -53,6 +53,7 @@ def readings_of(store: TieredStore) -> Readings:
         redis_breakers=dict,
         redis_queue_bytes=lambda: store.queued_bytes,
         listener_failures=lambda: store.listener_failures,
+        background_failures=lambda: {"tick": 1, "growth": 1},
     )
 
 

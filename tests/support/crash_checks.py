@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.block import TierName
 from kvstore.service.client import Client, ClientNamespace, ClientOptions, Outcome
-from kvstore.service.operator import Operator, PoolReport, ServerStatus
+from kvstore.service.operator import Operator
+from kvstore.service.reports import PoolReport, ServerStatus
 from kvstore.table import SlotState
 from tests.support.crash_blocks import BLOCK_SIZE, SPEC, chain, payloads_of
 from tests.support.crash_census import take_census

@@ -18,13 +18,9 @@ from kvstore.tiers.redis_embedded import find_server
 from tests.support.valkey import ValkeyServer, eventually
 
 SERVICE = "blocks"
-_CLUSTER = {
-    "cluster-enabled": "yes",
-    "cluster-node-timeout": "500",
-    "cluster-replica-validity-factor": "0",
-    "repl-diskless-sync-delay": "0",
-}
+_WITH_REPLICAS = {"cluster-replica-validity-factor": "0", "repl-diskless-sync-delay": "0"}
 _SLOTS = 16384
+_PRIMARIES = 3
 
 
 class Fleet:
@@ -124,23 +120,27 @@ class SentinelFleet(Fleet):
 
 
 class ClusterFleet(Fleet):
-    """Primaries that share the slots evenly, and replicas of the first ones."""
+    """Three primaries that share the slots evenly, and replicas of the first ones."""
 
-    def __init__(self, folder: Path, primaries: int = 3, replicas: int = 0) -> None:
+    def __init__(self, folder: Path, *, replicas: int = 0, timeout_ms: int = 2000) -> None:
+        """A node that is silent for ``timeout_ms`` is taken for dead by the others."""
         super().__init__()
         folder.mkdir(exist_ok=True)
+        settings = _WITH_REPLICAS | {"cluster-node-timeout": str(timeout_ms)}
         self.nodes = [
-            self.start(folder / f"node-{number}", _CLUSTER) for number in range(primaries + replicas)
+            self.start(folder / f"node-{number}", settings | cluster_settings())
+            for number in range(_PRIMARIES + replicas)
         ]
         self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes[:2])
-        edges = [_SLOTS * number // primaries for number in range(primaries + 1)]
+        edges = [_SLOTS * number // _PRIMARIES for number in range(_PRIMARIES + 1)]
         for node, first, after in zip(self.nodes, edges, edges[1:], strict=False):
             node.run("CLUSTER ADDSLOTSRANGE", first, after - 1)
         for epoch, node in enumerate(self.nodes, 1):
             node.run("CLUSTER SET-CONFIG-EPOCH", epoch)
-            node.run("CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
+            bus = self.nodes[0].setting("cluster-port")
+            node.run("CLUSTER MEET", "127.0.0.1", self.nodes[0].port, bus)
         assert eventually(lambda: all(map(self._is_ready, self.nodes)), 20), "the cluster does not form"
-        for node, primary in zip(self.nodes[primaries:], self.nodes, strict=False):
+        for node, primary in zip(self.nodes[_PRIMARIES:], self.nodes, strict=False):
             assert eventually(partial(self._replicates, node, primary), 10)
         self.client = redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port, protocol=2)
         self.stack.callback(self.client.close)
@@ -187,6 +187,11 @@ class ClusterFleet(Fleet):
             if primary[1] == node.port:
                 slots.update(range(first, last + 1))
         return slots
+
+
+def cluster_settings() -> dict[str, str]:
+    """Of a node. The port of its bus, by default 10,000 above its own, need not exist."""
+    return {"cluster-enabled": "yes", "cluster-port": str(free_port())}
 
 
 def free_port() -> int:

@@ -22,9 +22,9 @@ STOP_SECONDS = 20.0
 _MAIN = """
 import json, signal, sys, time, logging
 from pathlib import Path
-from kvstore.config import load_config
 from kvstore.serve import Clocks, run
 from kvstore.commands.serving import announce
+from kvstore.settings import load_config
 
 logging.basicConfig(level="WARNING", stream=sys.stderr)
 settings, stops = json.loads(sys.argv[1]), dict(json.loads(sys.argv[2]))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ class ValkeyServer:
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
         self._stopped = False
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped in the block of code, however that ends."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def close(self) -> None:
         if self._stopped:

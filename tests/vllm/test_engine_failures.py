@@ -55,11 +55,15 @@ def test_what_failed_is_computed_again(damaged: tuple[Sidecar, Engine], plain: P
 def test_nothing_that_was_computed_from_it_is_stored(
     damaged: tuple[Sidecar, Engine], plain: Plain, block: int
 ) -> None:
-    """A synchronous load that fails does not stop its step, whose blocks are then wrong."""
+    """A synchronous load that fails does not stop its step, whose blocks are then wrong.
+
+    What is computed after it is right, and takes the place of what was damaged.
+    """
     server, running = damaged
     await_idle(server)
     again = running.one(GROWN[block])
     assert again.tokens == plain[f"grown{block}"]
+    assert again.cached >= 8 * BLOCK_SIZE
 
 
 def test_saves_of_such_steps_are_dropped(

@@ -70,6 +70,11 @@ def identity_of(
 ) -> EngineIdentity:
     """The engine's account of its blocks; UnsupportedError where they cannot be kept."""
     block_size = block_size_of(kv_cache_config)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "the scales of the KV cache are measured when the engine starts, so its blocks are its own; "
+            "start it without --calculate-kv-scales"
+        )
     model = vllm_config.model_config
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec

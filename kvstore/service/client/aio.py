@@ -16,6 +16,7 @@ from kvstore.service.client.core import Core
 from kvstore.service.client.lease import Grant, Lease
 from kvstore.service.client.messages import Acquisition, LookupResult, PrefetchResult
 from kvstore.service.client.namespace import Namespace, Prompt
+from kvstore.service.client.opening import Opening
 from kvstore.service.client.options import TLS, ClientOptions, Clock, Outcome
 from kvstore.service.client.transport import AsyncTransport
 from kvstore.service.client.write import Opened, Write
@@ -77,7 +78,7 @@ class AsyncClient:
 
 
 class _Renewal:
-    """The task that keeps leases; there is none before the first lease."""
+    """The task that keeps leases and tells of lost writes; there is none before the first of either."""
 
     def __init__(self, core: Core, transport: AsyncTransport) -> None:
         self._core = core
@@ -139,7 +140,7 @@ class AsyncNamespace(Namespace):
         """Bring blocks from redis into memory ahead of time, without a lease."""
         return await self._transport.run(self._prefetch(prompt, extras, wait_seconds))
 
-    async def acquire(
+    def acquire(
         self,
         prompt: Prompt,
         *,
@@ -147,26 +148,43 @@ class AsyncNamespace(Namespace):
         extras: Extras | None = None,
         wait_seconds: float = 0.0,
         hints: Hints = NO_HINTS,
-    ) -> AsyncHeldLease:
-        """As ``ClientNamespace.acquire``. One that is cancelled leaves a lease that runs out by itself."""
+    ) -> Opening[AsyncHeldLease]:
+        """As ``ClientNamespace.acquire``: ``async with namespace.acquire(…) as lease``, or ``await`` it.
+
+        One that is cancelled leaves a lease that runs out by itself.
+        """
         asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints)
+        return Opening(self._hold(prompt, extras, asked))
+
+    async def _hold(self, prompt: Prompt, extras: Extras | None, asked: Acquisition) -> AsyncHeldLease:
         grant = await self._transport.run(self._acquire(prompt, extras, asked))
         if grant.held is not None and grant.held.kept is not None:
             self._renewal.start()
         return AsyncHeldLease(self._core, self._transport, grant)
 
-    async def write(
+    def write(
         self,
         prompt: Prompt,
         *,
         shard: Shard = WHOLE,
         extras: Extras | None = None,
         first_block: int = 0,
+    ) -> Opening[AsyncStagedWrite]:
+        """Begin to write blocks ``first_block`` … of a prompt: ``async with namespace.write(…) as write``.
+
+        It may be awaited instead. One that is cancelled leaves nothing: the server hears of it with the
+        next call, or within a second.
+        """
+        return Opening(self._stage(prompt, extras, shard, first_block))
+
+    async def _stage(
+        self, prompt: Prompt, extras: Extras | None, shard: Shard, first_block: int
     ) -> AsyncStagedWrite:
-        """Begin to write blocks ``first_block`` … of a prompt: ``async with await namespace.write(…)``."""
-        opened = await self._transport.run(self._begin_write(prompt, extras, shard, first_block))
-        if opened.begun is not None:
-            self._renewal.start()
+        try:
+            opened = await self._transport.run(self._begin_write(prompt, extras, shard, first_block))
+        finally:
+            if self._core.may_owe:
+                self._renewal.start()
         return AsyncStagedWrite(self._core, self._transport, opened)
 
 

@@ -185,9 +185,11 @@ class ClientNamespace(Namespace):
         first_block: int = 0,
     ) -> StagedWrite:
         """Begin to write blocks ``first_block`` … of a prompt; see ``StagedWrite``."""
-        opened = self._transport.run(self._begin_write(prompt, extras, shard, first_block))
-        if opened.begun is not None:
-            self._renewal.start()  # it also says what the server could not be told of the write's end
+        try:
+            opened = self._transport.run(self._begin_write(prompt, extras, shard, first_block))
+        finally:
+            if self._core.may_owe:
+                self._renewal.start()
         return StagedWrite(self._core, self._transport, opened)
 
     def borrow(self, ticket: Ticket) -> BorrowedLease:

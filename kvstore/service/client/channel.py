@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import grpc
 
+from kvstore.address import Address, parse_address
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.service.client.options import TLS, CallError, Outcome
+from kvstore.service.client.options import TLS, CallError, Outcome, Silence
 from kvstore.service.codec import MESSAGE_BYTES
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -23,6 +25,10 @@ _OUTCOMES = {
     grpc.StatusCode.UNAUTHENTICATED: Outcome.REJECTED,
     grpc.StatusCode.PERMISSION_DENIED: Outcome.REJECTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Outcome.REFUSED,
+}
+_SILENCES = {
+    grpc.StatusCode.UNAVAILABLE: Silence.AWAY,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Silence.LATE,
 }
 _STALE = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
 _WRONG = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.ALREADY_EXISTS)
@@ -44,9 +50,9 @@ def open_channel(
 ) -> grpc.Channel:
     """A channel that sends ``token`` with every call and connects by itself, at first and again.
 
-    Without ``tls`` the token travels in the clear: fit for unix sockets and loopback. ConfigError
-    where a file of ``tls`` cannot be read.
+    ConfigError where a file of ``tls`` cannot be read, and as ``require_trustworthy``.
     """
+    require_trustworthy(address, token, tls)
     options = _channel_options(reconnect_seconds)
     credentials = credentials_of(tls)
     if credentials is None:
@@ -75,6 +81,40 @@ def bearer(token: str | None) -> Metadata:
     return () if token is None else (("authorization", f"Bearer {token}"),)
 
 
+def require_trustworthy(address: str, token: str | None, tls: TLS | None) -> None:
+    """ConfigError where a call would hand its token or prompt to strangers.
+
+    That is a token in the clear to another machine, or a unix socket of another user: folders such
+    as /dev/shm belong to everybody, and whoever comes first has the name.
+    """
+    parsed = parse_address(address)
+    if token is not None and tls is None and not parsed.is_of_this_machine:
+        raise ConfigError(
+            f"a token is given for {address}, which may be another machine, and no TLS: it would be sent in "
+            "the clear; give TLS, or an address of this machine such as unix:<path> or 127.0.0.1:<port>"
+        )
+    complaint = complaint_of_owner(parsed)
+    if complaint is not None:
+        raise ConfigError(complaint)
+
+
+def complaint_of_owner(address: Address) -> str | None:
+    """What is wrong with the owner of a unix socket; None where nothing is, or there is no socket."""
+    if address.path is None:
+        return None
+    try:
+        owner = os.lstat(address.path).st_uid
+    except OSError:
+        return None
+    ours = os.geteuid()
+    if owner in (0, ours):
+        return None
+    return (
+        f"{address} belongs to user {owner}, expected {ours}, who runs this, or root; run the server as "
+        "this user, with an address in a folder that only this user may write to"
+    )
+
+
 def explain(error: grpc.RpcError, what: str, raised: type[KVStoreError]) -> Exception:
     """What a status means: CallError, StaleError, or ``raised`` where the request itself is wrong.
 
@@ -86,7 +126,8 @@ def explain(error: grpc.RpcError, what: str, raised: type[KVStoreError]) -> Exce
     if code in _STALE:
         return StaleError(raised(details))
     outcome = _OUTCOMES.get(code, Outcome.UNREACHABLE)
-    return CallError(outcome, f"{what}: {details} ({code.name})")
+    silence = _SILENCES.get(code, Silence.FAILED) if outcome is Outcome.UNREACHABLE else None
+    return CallError(outcome, f"{what}: {details} ({code.name})", silence)
 
 
 def _channel_options(reconnect_seconds: float) -> Sequence[tuple[str, int]]:

@@ -69,6 +69,11 @@ class Core:
         """
         self._owed.append((session, write_id))
 
+    @property
+    def may_owe(self) -> bool:
+        """Whether somebody has to ``renew``, be it only to tell of writes: there is a server that began some."""
+        return self.sessions.current is not None
+
     def settle(self) -> Steps[None]:
         """Tell the server of all writes that are over; what does not reach it stays owed."""
         while self._owed:
@@ -108,7 +113,7 @@ class Core:
         yield from self.leases.release_forgotten(self.options.rpc_seconds)
         for kept in self.leases.live():
             try:
-                yield from self.leases.release(kept, kept.blocks, self.options.rpc_seconds)
+                yield from self.leases.release(kept, kept.use, self.options.rpc_seconds)
             except (StaleError, CallError):
                 return
 

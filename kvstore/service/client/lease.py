@@ -12,7 +12,7 @@ from kvstore.errors import LeaseError
 from kvstore.service.client.calls import READ_BLOCKS, Steps, receive, work
 from kvstore.service.client.channel import StaleError
 from kvstore.service.client.core import Core
-from kvstore.service.client.leases import Kept
+from kvstore.service.client.leases import Kept, Use
 from kvstore.service.client.messages import Promise, shard_message
 from kvstore.service.client.options import CallError, Outcome
 from kvstore.service.client.sessions import Session
@@ -168,22 +168,27 @@ class Lease:
         used = min(map(self.valid, self._limits), default=0)
         if used_blocks is not None:
             used = min(used, used_blocks)
-        used = min(used, self._compared(held, borrowed))
+        use = Use(used, min(used, self._compared(held, borrowed)))
         self._payloads.clear()
         try:
-            yield from self._core.leases.release(held.kept, used, self._core.options.rpc_seconds)
+            yield from self._core.leases.release(held.kept, use, self._core.options.rpc_seconds)
         except StaleError:
             self._core.sessions.end(held.session)
         except CallError:
             return  # counted; the lease runs out at the server
 
     def _compared(self, held: Held, borrowed: range) -> int:
-        """Leading blocks whose payload was compared since the last restart: the server takes it from here."""
+        """Leading blocks whose payload was compared here, or had been before: the server takes it from here.
+
+        Streamed payloads were compared with what the server sent for sums, and the server knows what
+        it has read itself.
+        """
+        if not held.session.mapped:
+            return 0
         compared = self.blocks
-        if held.session.mapped:
-            for shard in self._limits.keys() - self._payloads.keys():
-                unread = held.session.unread(held.promise.places[shard].offsets[:compared])
-                compared = next((place for place, _ in unread if place not in borrowed), compared)
+        for shard in self._limits.keys() - self._payloads.keys():
+            unread = held.session.unread(held.promise.places[shard].offsets[:compared])
+            compared = next((place for place, _ in unread if place not in borrowed), compared)
         return compared
 
     def _in_place(self, held: Held, shard: Shard) -> Steps[list[Payload]]:

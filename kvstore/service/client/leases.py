@@ -21,26 +21,37 @@ _RENEWALS_PER_LEASE = 3
 _IDLE_SECONDS = 1.0
 
 
+class Use(NamedTuple):
+    """What a release says of a run: leading ``blocks`` were valid and used.
+
+    ``compared`` of them had their checksums compared here, or needed it no more. A client that
+    streams has nothing to say of that.
+    """
+
+    blocks: int
+    compared: int
+
+
 class _Forgotten(NamedTuple):
     """A lease that nobody can release any more."""
 
     session: Session
     lease_id: int
-    blocks: int
+    use: Use
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Kept:
     """One lease at the server, whoever has handles to it.
 
-    ``blocks`` of it are fit for use without a look at their payloads. ``kept_until`` is when it runs
-    out at the earliest, if nobody renews it, on the client's clock. Unreleased and out of reach, it
-    puts itself on ``forgotten``.
+    ``use`` is what is said of it where no holder says more. ``kept_until`` is when it runs out at the
+    earliest, if nobody renews it, on the client's clock. Unreleased and out of reach, it puts itself
+    on ``forgotten``.
     """
 
     session: Session
     lease_id: int
-    blocks: int
+    use: Use
     kept_until: float
     forgotten: deque[_Forgotten] = field(repr=False)
     lost: bool = False
@@ -52,7 +63,7 @@ class Kept:
 
     def __del__(self) -> None:
         if self.live:
-            self.forgotten.append(_Forgotten(self.session, self.lease_id, self.blocks))
+            self.forgotten.append(_Forgotten(self.session, self.lease_id, self.use))
 
 
 class Leases:
@@ -68,27 +79,27 @@ class Leases:
         self._forgotten: deque[_Forgotten] = deque()
         self._kept: WeakValueDictionary[tuple[int, int, int], Kept] = WeakValueDictionary()
 
-    def keep(self, session: Session, lease_id: int, blocks: int, granted_at: float) -> Kept:
+    def keep(self, session: Session, lease_id: int, use: Use, granted_at: float) -> Kept:
         """Renew a lease from now on; one that was granted again is the same."""
         key = (session.epoch, session.number, lease_id)
         until = granted_at + session.lease_seconds
         with self._lock:
             kept = self._kept.get(key)
             if kept is None or not kept.live:
-                kept = self._kept[key] = Kept(session, lease_id, blocks, until, self._forgotten)
-            kept.blocks, kept.kept_until = blocks, max(kept.kept_until, until)
+                kept = self._kept[key] = Kept(session, lease_id, use, until, self._forgotten)
+            kept.use, kept.kept_until = use, max(kept.kept_until, until)
             return kept
 
     def live(self) -> list[Kept]:
         with self._lock:
             return [kept for kept in self._kept.values() if kept.live]
 
-    def release(self, kept: Kept, used_blocks: int, seconds: float) -> Steps[None]:
+    def release(self, kept: Kept, use: Use, seconds: float) -> Steps[None]:
         """End a lease. Raises StaleError and CallError; the lease then runs out by itself."""
         with self._lock:
             first, kept.released = kept.live, True
         if first:
-            yield from _release(kept.session, kept.lease_id, used_blocks, seconds)
+            yield from _release(kept.session, kept.lease_id, use, seconds)
 
     def release_forgotten(self, seconds: float) -> Steps[None]:
         """End the leases that nobody can release any more, as long as the server answers."""
@@ -98,7 +109,7 @@ class Leases:
             except IndexError:  # another thread had it
                 return
             try:
-                yield from _release(lease.session, lease.lease_id, lease.blocks, seconds)
+                yield from _release(lease.session, lease.lease_id, lease.use, seconds)
             except (StaleError, CallError):
                 return  # they run out by themselves
 
@@ -150,9 +161,13 @@ class Leases:
         )
 
 
-def _release(session: Session, lease_id: int, used_blocks: int, seconds: float) -> Steps[None]:
+def _release(session: Session, lease_id: int, use: Use, seconds: float) -> Steps[None]:
     request = block_pb2.ReleaseRequest(
-        client=session.number, epoch=session.epoch, lease_id=lease_id, used_blocks=used_blocks
+        client=session.number,
+        epoch=session.epoch,
+        lease_id=lease_id,
+        used_blocks=use.blocks,
+        compared_blocks=use.compared,
     )
     yield from ask(RELEASE, request, seconds)
 

@@ -19,7 +19,7 @@ from kvstore.spec import NamespaceSpec
 from kvstore.store.write import BlockStatus
 from kvstore.v1 import block_pb2, lookup_pb2, types_pb2
 
-_TIER_NAMES = {message: name for name, message in TIERS.items()}
+TIER_NAMES = {message: name for name, message in TIERS.items()}
 _STATUSES: dict[int, BlockStatus] = {
     block_pb2.BLOCK_STATUS_PRESENT: BlockStatus.PRESENT,
     block_pb2.BLOCK_STATUS_BEING_WRITTEN: BlockStatus.PENDING,
@@ -154,7 +154,7 @@ def promise_of(answer: block_pb2.AcquireResponse, shards: Sequence[Shard]) -> Pr
         answer.pending,
         _cause_of(answer.cause),
         places,
-        {_TIER_NAMES[tier.tier]: tier.blocks for tier in answer.tiers},
+        {TIER_NAMES[tier.tier]: tier.blocks for tier in answer.tiers},
     )
 
 
@@ -170,7 +170,7 @@ def slots_of(answer: block_pb2.BeginWriteResponse, *, mapped: bool) -> Slots:
 def lookup_of(answer: lookup_pb2.LookupResponse) -> LookupResult:
     tiers = tuple(
         TierTokens(
-            _TIER_NAMES[each.tier],
+            TIER_NAMES[each.tier],
             each.served_tokens,
             each.leading_tokens if each.HasField("leading_tokens") else None,
         )

@@ -20,6 +20,7 @@ from kvstore.service.client.calls import (
 from kvstore.service.client.channel import StaleError
 from kvstore.service.client.core import Core
 from kvstore.service.client.lease import Grant, Held
+from kvstore.service.client.leases import Use
 from kvstore.service.client.messages import (
     Acquisition,
     LookupResult,
@@ -133,8 +134,8 @@ class Namespace:
             blocks, cause = self._verified(session, chain, promise)
             kept = None
             if promise.lease_id:
-                compared = _compared(session, promise, blocks)
-                kept = self._core.leases.keep(session, promise.lease_id, compared, asked_at)
+                use = Use(blocks, _compared(session, promise, blocks))
+                kept = self._core.leases.keep(session, promise.lease_id, use, asked_at)
             return Held(session, kept, chain, known.payload_bytes, promise, blocks, cause)
 
         try:
@@ -167,9 +168,10 @@ class Namespace:
                 prompt=prompt_message(chain, extras, self._cut),
                 shard=shard_message(shard),
                 first_block=first_block,
+                write_id=session.name_write(),
             )
             asked_at = self._core.clock()
-            answer = yield from ask(BEGIN_WRITE, request, self._core.options.rpc_seconds)
+            answer = yield from self._answer_to(session, request)
             slots = slots_of(answer, mapped=session.mapped)
             return Begun(session, slots, known.payload_bytes[shard], deadline_of(slots, asked_at))
 
@@ -178,6 +180,25 @@ class Namespace:
             return Opened(Outcome.OK, blocks - first_block, (yield from self._registered(steps)))
         except CallError as error:
             return Opened(error.outcome, blocks - first_block)
+
+    def _answer_to(
+        self, session: Session, request: block_pb2.BeginWriteRequest
+    ) -> Steps[block_pb2.BeginWriteResponse]:
+        """Ask for slots. Whoever does not hear the answer may have some, and owes the server their end."""
+        heard = False
+        try:
+            answer = yield from ask(BEGIN_WRITE, request, self._core.options.rpc_seconds)
+            heard = True
+        except CallError as error:
+            heard = error.left_nothing
+            raise
+        except (StaleError, WriteError):
+            heard = True  # it said no
+            raise
+        finally:  # also when the caller was cancelled
+            if not heard:
+                self._core.owe(session, request.write_id)
+        return answer
 
     def _borrow(self, ticket: Ticket) -> Steps[BorrowedBlocks]:
         """Blocks of another client's lease, once this one knows the server that granted it."""
@@ -250,8 +271,9 @@ class Namespace:
 
 
 def _compared(session: Session, promise: Promise, blocks: int) -> int:
-    """Of a run, the blocks whose payload need not be compared before it is used, on every rank."""
-    if session.mapped:
-        for places in promise.places.values():
-            blocks = session.compared(places.offsets[:blocks])
+    """Of a run, the blocks whose payload this client may use without comparing it, on every rank."""
+    if not session.mapped:
+        return 0
+    for places in promise.places.values():
+        blocks = session.compared(places.offsets[:blocks])
     return blocks

@@ -27,12 +27,34 @@ class Outcome(StrEnum):
     """The lease or the write is over: its time ran out, or the server is another."""
 
 
-class CallError(KVStoreError):
-    """A call that came to nothing although the request was well-formed; ``outcome`` says why."""
+class Silence(StrEnum):
+    """Why a call is UNREACHABLE, and so what it says of the calls after it."""
 
-    def __init__(self, outcome: Outcome, message: str) -> None:
+    AWAY = "away"
+    """There is no connection."""
+    LATE = "late"
+    """The deadline passed. One slow call says little; several in a row are a server that hangs."""
+    FAILED = "failed"
+    """This call failed, for a reason of its own."""
+    UNSENT = "unsent"
+    """It was not made, since the server was given up at the time."""
+
+
+class CallError(KVStoreError):
+    """A call that came to nothing although the request was well-formed; ``outcome`` says why.
+
+    ``silence`` is set where the outcome is UNREACHABLE.
+    """
+
+    def __init__(self, outcome: Outcome, message: str, silence: Silence | None = None) -> None:
         super().__init__(message)
         self.outcome = outcome
+        self.silence = silence
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether the server has certainly done nothing: it said no, or was not asked."""
+        return self.outcome is not Outcome.UNREACHABLE or self.silence is Silence.UNSENT
 
 
 @dataclass(frozen=True, slots=True)

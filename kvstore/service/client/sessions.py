@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ class Session:
         self.mapped = pool is not None
         self._over = False
         self._pool = pool
+        self._writes = count(1)
         self._lock = threading.Lock()
 
     @property
@@ -53,6 +55,10 @@ class Session:
         """False once the client knows the server to be another, or sees it in the mapped header."""
         with self._lock:
             return not self._over and (self._pool is None or self._pool.epoch == self.epoch)
+
+    def name_write(self) -> int:
+        """A name that no other write of this session has."""
+        return next(self._writes)
 
     def verify(self, rows: BlockRows, places: Places) -> tuple[int, MissCause | None]:
         """Leading blocks at their generations that agree with ``rows``, and what ends the run."""

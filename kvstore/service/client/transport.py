@@ -9,18 +9,21 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from kvstore.address import Address, parse_address
 from kvstore.errors import KVStoreError
 from kvstore.service.client.calls import Receive, Result, Send, Steps, Unary, Work
 from kvstore.service.client.channel import (
     StaleError,
     bearer,
+    complaint_of_owner,
     credentials_of,
     explain,
     open_aio_channel,
     open_channel,
+    require_trustworthy,
 )
 from kvstore.service.client.link import Link
-from kvstore.service.client.options import TLS
+from kvstore.service.client.options import TLS, CallError, Outcome
 
 Call: TypeAlias = Unary | Receive | Send
 
@@ -29,7 +32,9 @@ class BlockingTransport:
     """One synchronous channel, for any number of threads."""
 
     def __init__(self, link: Link, token: str | None, tls: TLS | None, reconnect_seconds: float) -> None:
+        require_trustworthy(link.address, token, tls)
         self._link = link
+        self._where = parse_address(link.address)
         # An interceptor costs each call several times what sending the token with it does.
         self._metadata = bearer(token)
         self._channel = open_channel(link.address, None, tls, reconnect_seconds=reconnect_seconds)
@@ -56,7 +61,7 @@ class BlockingTransport:
         self._channel.close()
 
     def _perform(self, step: Call) -> object:
-        with _accounted(self._link, step):
+        with _accounted(self._link, self._where, step):
             made = self._callable(step)
             if isinstance(step, Unary):
                 return made(step.request, timeout=step.seconds, metadata=self._metadata)
@@ -81,7 +86,9 @@ class AsyncTransport:
     """One asyncio channel, of the loop that is running when it is first used."""
 
     def __init__(self, link: Link, token: str | None, tls: TLS | None, reconnect_seconds: float) -> None:
+        require_trustworthy(link.address, token, tls)
         self._link = link
+        self._where = parse_address(link.address)
         self._metadata = bearer(token)
         self._credentials = credentials_of(tls)
         self._reconnect_seconds = reconnect_seconds
@@ -113,7 +120,7 @@ class AsyncTransport:
             await self._channel.close()
 
     async def _perform(self, step: Call) -> object:
-        with _accounted(self._link, step):
+        with _accounted(self._link, self._where, step):
             made = self._callable(step)
             if isinstance(step, Unary):
                 return await made(step.request, timeout=step.seconds, metadata=self._metadata)
@@ -139,9 +146,14 @@ class AsyncTransport:
 
 
 @contextmanager
-def _accounted(link: Link, step: Call) -> Iterator[None]:
+def _accounted(link: Link, where: Address, step: Call) -> Iterator[None]:
     """One call: whether it may be made, what its status means, and what it says of the server."""
     probe, settled = link.begin(), False
+    complaint = complaint_of_owner(where)
+    if complaint is not None:
+        refused = CallError(Outcome.REJECTED, complaint)
+        link.failed(refused, probe=probe)
+        raise refused
     try:
         yield
         link.answered()

@@ -59,6 +59,7 @@ class Write:
     """Blocks that one writer brings; nothing is visible before ``commit``."""
 
     def __init__(self, core: Core, opened: Opened) -> None:
+        self._open = False
         self.status: list[BlockStatus] = [BlockStatus.REFUSED] * opened.blocks
         """What is to be done with each block, from the write's first block on."""
         self.payloads: list[Payload] = []
@@ -78,6 +79,13 @@ class Write:
             self.payloads = self._places(opened.begun)
             if len(self.payloads) < opened.begun.slots.yours:
                 self._end(Outcome.LOST)  # the server restarted in between
+
+    def __del__(self) -> None:
+        # Out of reach and neither committed nor aborted, as when its taker was cancelled: nobody else would
+        # ever give the slots back.
+        if self._open and self._begun is not None:
+            self._drop_views()
+            self._core.owe(self._begun.session, self._begun.slots.write_id)
 
     def _places(self, begun: Begun) -> list[Payload]:
         if begun.slots.offsets is not None:
