@@ -56,13 +56,14 @@ start: one line for each, with what would fit. `kvstore config` shows what holds
 - A duration is a number of seconds or has a unit: `500ms`, `30s`, `5m`, `2h`, `1d`.
 - In TOML, text stands in quotes: `pool_bytes = "8GiB"`, `listen = "unix:/run/kvstore.sock, :9471"`. All keys
   stand at the top: there are no tables.
-- A unix socket is open to the user who runs the server. A port of the loopback interface is open to every user of
-  the machine unless there is a `tenants_file`. An address that other machines reach needs `tenants_file` and
-  `tls_cert`. With `tls_cert`, every `host:port` of `listen` speaks TLS; a unix socket never does.
+- A unix socket is open to the user who runs the server. A port of the loopback interface is open to every
+  user of the machine unless there is a `tenants_file`. An address that other machines reach needs both
+  `tenants_file` and `tls_cert`.
+- With `tls_cert`, every `host:port` of `listen` speaks TLS; a unix socket never does.
 - Nothing is read again while a server runs: a change needs a restart, which keeps the blocks
   ([operations.md](operations.md)).
 - A file and the environment may be shared with prefill workers: the settings under "Prefill only" are theirs.
-  `kvstore serve` has no flags for them and does nothing with them; what a client's blocks are, the client says.
+  `kvstore serve` has no flags for them and does nothing with them; what its blocks are, a client says.
 """
 
 METRICS_PAGE = """# Metrics

@@ -206,14 +206,11 @@ def clear(
     Redis is not cleared: it forgets by its time to live. Asks first on a terminal, and needs --yes
     elsewhere. Exit status 1: the answer was no.
     """
-    from kvstore.block import TierName
-    from kvstore.commands.admin import clear
+    from kvstore.commands.admin import clear, tiers_to_clear
     from kvstore.commands.connect import connect
-    from kvstore.commands.lookup import parse_tiers
     from kvstore.commands.prompt import parse_namespace
 
-    tiers = parse_tiers(tier, (TierName.DEVICE, TierName.HOST))
-    root = b"" if namespace is None else parse_namespace(namespace)
+    tiers, root = tiers_to_clear(tier), b"" if namespace is None else parse_namespace(namespace)
     if not yes and not _agreed(f"namespace {namespace}" if namespace else "all namespaces"):
         sys.exit(_NOTHING)
     with connect(server, _settings_of(server)) as operator:
@@ -293,7 +290,8 @@ def simulate(
     traces: Annotated[
         list[Path],
         typer.Argument(
-            metavar="TRACE", help="JSON lines with hash_ids (Mooncake) or token_ids, plain or gzipped; one trace"
+            metavar="TRACE",
+            help="JSON lines with hash_ids (Mooncake) or token_ids, plain or gzipped; one trace",
         ),
     ],
     *,
@@ -303,7 +301,9 @@ def simulate(
     capacity: Annotated[
         str, typer.Option(help="Comma-separated numbers of blocks, such as 500, 30k or unlimited")
     ] = "1k,3k,10k,30k,100k,unlimited",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block, where a trace has token_ids")] = 16,
+    block_size: Annotated[
+        int, typer.Option(min=1, help="Tokens of a block, where a trace has token_ids")
+    ] = 16,
     recommend: Annotated[
         str | None,
         typer.Option(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.block import TierName
+from kvstore.commands.lookup import parse_tiers
 from kvstore.commands.output import (
     Answer,
     Grid,
@@ -15,6 +16,7 @@ from kvstore.commands.output import (
     format_count,
     format_share,
 )
+from kvstore.errors import ConfigError
 from kvstore.service.operator import Operator, PromptQuery
 from kvstore.service.reports import NamespaceReport
 
@@ -33,6 +35,16 @@ def list_namespaces(operator: Operator) -> Answer:
         rows = [[report.tenant, *row] for report, row in zip(reports, rows, strict=True)]
     facts = {"namespaces": [_facts(report) for report in reports]}
     return Answer(facts, [Grid(headings, rows)])
+
+
+def tiers_to_clear(names: Sequence[str] | None) -> list[TierName]:
+    """The tiers in memory that ``--tier`` names."""
+    if TierName.REDIS in (names or ()):
+        raise ConfigError(
+            "--tier is 'redis', which is not cleared: it forgets by its time to live; name device or host, "
+            "or leave it out for both"
+        )
+    return parse_tiers(names, (TierName.DEVICE, TierName.HOST))
 
 
 def clear(operator: Operator, namespace: bytes, tiers: Sequence[TierName]) -> Answer:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config import Config
+from kvstore.config import PREFILL_ONLY, Config
 from tests.support.command_line import environment, kvstore, kvstore_here, spawn
 
 ABSENT = "unix:/dev/shm/no-server-is-here.sock"
@@ -47,12 +47,24 @@ def test_help_lists_every_command() -> None:
     assert "Exit status" in done.stdout
 
 
-def test_serve_and_config_take_every_setting() -> None:
+def test_serve_and_config_take_every_setting_of_a_server() -> None:
     for command in ("serve", "config"):
         text = kvstore(command, "--help", COLUMNS="200").stdout
-        missing = [name for name in Config.model_fields if f"--{name.replace('_', '-')} " not in text]
-        assert missing == []
+        taken = {name for name in Config.model_fields if f"--{name.replace('_', '-')} " in text}
+        assert taken == set(Config.model_fields) - set(PREFILL_ONLY)
     assert "[default: (64 MiB)]" in text
+
+
+def test_version_is_one_line() -> None:
+    done = kvstore("--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"prefix-kvstore(, not installed| \d+\.\d+\S*)\n", done.stdout)
+
+
+def test_a_setting_of_prefill_is_no_flag_and_stays_valid_elsewhere() -> None:
+    assert "No such option: --block-size" in kvstore("serve", "--block-size", "32").stderr
+    done = kvstore("config", "--json", KVSTORE_BLOCK_SIZE="32")
+    assert json.loads(done.stdout)["block_size"] == {"value": "32", "source": "environment"}
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest() -> None:
@@ -99,7 +111,7 @@ def test_the_command_line_itself_loads_little() -> None:
 def test_config_tells_values_and_sources_and_no_secret(tmp_path: Path) -> None:
     file = tmp_path / "kvstore.toml"
     file.write_text('pool_bytes = "2GiB"\nlease_seconds = 7\n')
-    settings = ("--config", file, "--block-size", "32")
+    settings = ("--config", file, "--client-leases", "32")
     environ = {"KVSTORE_REDIS_URL": "redis://me:hush@cache:6379/0", "KVSTORE_LEASE_SECONDS": "8"}
     done = kvstore("config", *settings, "--json", **environ)
     assert (done.returncode, done.stderr) == (0, "")
@@ -107,10 +119,10 @@ def test_config_tells_values_and_sources_and_no_secret(tmp_path: Path) -> None:
     assert set(facts) == set(Config.model_fields)
     assert facts["pool_bytes"] == {"value": "2 GiB", "source": "file"}
     assert facts["lease_seconds"] == {"value": "8 s", "source": "environment"}
-    assert facts["block_size"] == {"value": "32", "source": "flag"}
+    assert facts["client_leases"] == {"value": "32", "source": "flag"}
     assert facts["redis_url"] == {"value": "redis://me:***@cache:6379/0", "source": "environment"}
     text = kvstore("config", *settings, **environ).stdout
-    assert re.search(r"^block_size +32 +flag *$", text, re.MULTILINE)
+    assert re.search(r"^client_leases +32 +flag *$", text, re.MULTILINE)
     assert "hush" not in text + done.stdout
 
 
@@ -151,7 +163,12 @@ def test_a_wrong_setting_is_one_message_that_names_where_it_was_set() -> None:
         (("status", "--address", "127.0.0.1:1", "--tls-cert", "a"), "give both, or neither"),
         (("clear",), "clearing all namespaces needs --yes where nobody can be asked"),
         (("clear", "--namespace", "0a", "--yes"), "--namespace is '0a', expected 32 hexadecimal digits"),
-        (("clear", "--tier", "disk", "--yes"), "--tier is 'disk', expected device, host, redis"),
+        (("clear", "--tier", "disk", "--yes"), "--tier is 'disk', expected device, host; "),
+        (
+            ("clear", "--tier", "redis", "--yes"),
+            "--tier is 'redis', which is not cleared: it forgets by its time",
+        ),
+        (("lookup", "-", "--model", "m", "--tier", "disk"), "expected device, host, redis; "),
     ],
 )
 def test_an_error_is_one_line_and_status_2(arguments: tuple[str, ...], message: str) -> None:
@@ -161,6 +178,22 @@ def test_an_error_is_one_line_and_status_2(arguments: tuple[str, ...], message: 
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_token_does_not_travel_to_other_machines_in_the_clear(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 22)
+    done = kvstore_here("status", "--address", "10.0.0.7:9471", "--token-file", token)
+    assert done.returncode == 2
+    assert "10.0.0.7:9471, which may be another machine" in done.stderr
+    assert "in the clear" in done.stderr
+    assert token.read_text() not in done.stderr
+
+
+def test_clear_says_in_its_help_that_redis_is_not_cleared() -> None:
+    text = " ".join(kvstore("clear", "--help", COLUMNS="200").stdout.split())
+    assert "Redis is not cleared: it forgets by its time to live." in text
+    assert "device or host" in text
 
 
 def test_a_text_without_transformers_says_what_to_install(tmp_path: Path) -> None:

@@ -48,13 +48,20 @@ def test_a_token_opens_what_its_tenant_may_do(tmp_path: Path, prompt: Path) -> N
         with Client(guarded.address, token=user, options=FAST) as client:
             client.namespace(make_spec("owned")).register()
         asked = ("lookup", prompt, "--model", "owned")
-        assert "has no token" in asking.refusal(*asked)
-        assert "token" in asking.refusal(*asked, "--token-file", tmp_path / "wrong.tokens")
+        assert asking.refusal(*asked).endswith("; --token-file names the file that holds the token\n")
+        wrong = tmp_path / "wrong.tokens"
+        refusal = asking.refusal(*asked, "--token-file", wrong)
+        assert refusal.endswith(f"; the token was the first line of --token-file {wrong}\n")
         as_user = ("--token-file", tmp_path / "user.tokens")
         assert asking.facts(*asked, *as_user, status=1)["matched_tokens"] == 0
         assert "this call is for admins" in asking.refusal("status", *as_user)
         as_admin = ("--token-file", tmp_path / "admin.tokens")
-        assert "no namespace of this tenant" in asking.refusal(*asked, *as_admin)
+        for command in (asked, ("pin", "name", *asked[1:])):
+            refusal = asking.refusal(*command, *as_admin)
+            assert "no namespace of this tenant" in refusal
+            assert "namespaces of the token's own tenant, an admin's too" in refusal
+        unknown = asking.refusal("clear", "--namespace", "0a" * 16, "--yes", *as_admin)
+        assert "own tenant" not in unknown, "an admin clears what is anybody's"
         assert asking.facts("namespaces", *as_admin)["namespaces"][0]["tenant"] == "user"
         assert re.search(r"^user +owned", asking.text("namespaces", *as_admin), re.MULTILINE)
         tenants_now = {
@@ -79,8 +86,13 @@ def test_tls_is_spoken_with_the_authority_that_is_named(tmp_path: Path) -> None:
     ) as guarded:
         asking, login = Asking(guarded.address), ("--token-file", token)
         assert asking.facts("status", *login, "--tls-ca", cert)["healthy"]
-        for plain in ((), ("--tls",)):
-            assert f"no server answers at {guarded.address}" in asking.refusal("status", *login, *plain)
+        for options, hint in (
+            ((), "where it speaks TLS, add --tls, or --tls-ca with the authority that it has"),
+            (("--tls",), "name the authority of its certificate with --tls-ca"),
+        ):
+            refusal = asking.refusal("status", *login, *options)
+            assert f"no server answers at {guarded.address}" in refusal
+            assert refusal.endswith(f"; {hint}\n")
         environ = {
             "KVSTORE_LISTEN": guarded.address,
             "KVSTORE_TLS_CERT": str(cert),
@@ -88,3 +100,9 @@ def test_tls_is_spoken_with_the_authority_that_is_named(tmp_path: Path) -> None:
         }
         done = kvstore_here("status", *login, "--tls-ca", cert, "--json", **environ)
         assert done.returncode == 0, done.stderr
+
+
+def test_tls_to_a_server_without_it_says_so(tmp_path: Path) -> None:
+    with sidecar(listen="127.0.0.1:0") as plain:
+        refusal = Asking(plain.address).refusal("status", "--tls")
+    assert refusal.endswith("; it does not speak TLS; leave the TLS options out\n")

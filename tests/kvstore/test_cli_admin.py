@@ -83,6 +83,7 @@ def test_status_counts_what_happened(asking: Asking, server: Sidecar, client: Cl
     assert host["leased_bytes"] >= STORED * PAYLOAD_BYTES
     assert f"prefix-kvstore {after['version']}, up " in text
     assert "\nhost: up\n" in text
+    assert "\nredis: none is configured\n" in text
     assert re.search(r"^limit +32\.0 MiB$", text, re.MULTILINE)
     assert re.search(r"^asked +[\d,]+", asking.text("status"), re.MULTILINE)
 
@@ -108,13 +109,22 @@ def test_a_pin_outlives_clear_and_ends_with_unpin(asking: Asking, model: str, pr
     named, cached = (prompt, "--model", model), HIT
     pinned = asking.facts("pin", model, *named)
     assert pinned == {"name": model, "tokens": cached, "prompt_tokens": TOKENS}
+    (listed,) = asking.facts("status")["pins"]
+    size = STORED * PAYLOAD_BYTES
+    assert listed == {"name": model, "tenant": "", "tokens": cached, "payload_bytes": size}
+    row = re.search(rf"^{re.escape(model)} .*$", asking.text("status"), re.MULTILINE)
+    assert row is not None
+    assert row[0].split() == [model, str(cached), "5.0", "KiB"]
     clear = ("clear", "--namespace", root_of(model), "--yes")
     assert asking.facts(*clear) == {"blocks": 0, "held_blocks": STORED}
-    assert "5 blocks stayed, since leases or pins hold them" in asking.text(*clear)
+    text = asking.text(*clear)
+    assert "5 blocks stayed, since leases or pins hold them" in text
+    assert "what Redis has, if there is one, stays" in text
     assert asking.facts("lookup", *named)["matched_tokens"] == cached
     assert asking.facts("unpin", model) == {"name": model, "found": True}
     assert asking.facts("unpin", model, status=1) == {"name": model, "found": False}
     assert "there is no pin" in asking.text("unpin", model, status=1)
+    assert asking.facts("status")["pins"] == []
     assert asking.text(*clear, "--tier", "host") == "forgot 5 blocks\n"
     assert asking.facts("lookup", *named, status=1)["matched_tokens"] == 0
     assert asking.facts("pin", model, *named, status=1)["tokens"] == 0
@@ -139,7 +149,7 @@ def test_clear_asks_on_a_terminal(
     os.close(ours)
     os.close(theirs)
     assert process.returncode == status
-    assert f"Forget all blocks of namespace {root_of(model)}" in messages
+    assert f"Forget all blocks of namespace {root_of(model)} in memory" in messages
     assert out == ("" if status else json.dumps({"blocks": STORED, "held_blocks": 0}) + "\n")
     found = asking.facts("explain", prompt, "--model", model)["leading_blocks"]
     assert found == left

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from kvstore.address import Address, parse_address
-from kvstore.config import Config, mask_url
+from kvstore.config import EXTENTS_MAX, Config, mask_url
 from kvstore.errors import ConfigError
 from kvstore.settings import Source, load_config
 
@@ -113,6 +113,7 @@ def test_redis_urls(url: str, stored: str | None) -> None:
         ("KVSTORE_POOL_BYTES", "-1GiB", "expected a size above zero"),
         ("KVSTORE_POOL_BYTES", "1.5", "whole bytes"),
         ("KVSTORE_POOL_BYTES", "", "expected a size"),
+        ("KVSTORE_EXTENT_BYTES", "3", "expected greater than or equal to 4096"),
         ("KVSTORE_POOL_PATH", "kv.pool", "expected an absolute path"),
         ("KVSTORE_LEASE_SECONDS", "0s", "expected a duration above zero"),
         ("KVSTORE_LEASE_SECONDS", "30 parsecs", "expected a duration"),
@@ -184,10 +185,55 @@ def test_an_unknown_key_is_an_error_with_the_nearest_name(tmp_path: Path) -> Non
     ]
 
 
+def test_a_table_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, "[memory]\npool_bytes = 1\n[[redis_url]]\nhost = 1\n")
+    rule = "is a table, but there are no tables; write its keys at the top of the file, without a heading"
+    assert load_error(toml_path=toml).splitlines() == [
+        f"{toml}: key memory {rule}",
+        f"{toml}: key redis_url {rule}",
+    ]
+
+
+def test_wrong_names_and_wrong_values_are_reported_at_once(tmp_path: Path) -> None:
+    toml = write_toml(tmp_path, 'pool_byte = "2GiB"\nextent_bytes = "2GiB"\nblock_size = 0\n[memory]\n')
+    lines = load_error(toml_path=toml, environ={"KVSTORE_DEVICE": "gpu"}).splitlines()
+    assert lines[:2] == [
+        f"{toml}: key pool_byte does not exist; did you mean pool_bytes?",
+        f"{toml}: key memory is a table, but there are no tables; write its keys at the top of the file, "
+        "without a heading",
+    ]
+    assert [line.partition(" = ")[0] for line in lines[2:]] == [
+        "environment variable KVSTORE_DEVICE",
+        f"{toml}: key block_size",
+    ]
+
+
+def test_a_misspelled_name_is_not_told_as_a_contradiction(tmp_path: Path) -> None:
+    """With pool_bytes spelled right there is none."""
+    toml = write_toml(tmp_path, 'pool_byte = "4GiB"\nextent_bytes = "2GiB"\n')
+    assert load_error(toml_path=toml) == f"{toml}: key pool_byte does not exist; did you mean pool_bytes?"
+
+
+def test_the_smallest_extents_and_the_most_of_them_are_accepted() -> None:
+    config = load_environ(KVSTORE_EXTENT_BYTES="4KiB", KVSTORE_POOL_BYTES="1GiB")
+    assert config.pool_bytes // config.extent_bytes == EXTENTS_MAX
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"pool_bytes": "32MiB"}, ["pool_bytes = 32 MiB", "extent_bytes = 64 MiB"]),
+        (
+            {"pool_bytes": "1TiB", "extent_bytes": "2MiB"},
+            ["pool_bytes = 1 TiB has 524288 extents of extent_bytes = 2 MiB", "at most 262144", "to 4 MiB"],
+        ),
+        (
+            {"pool_bytes": 2**30 + 4096, "extent_bytes": 4096},
+            [
+                "has 262145 extents of extent_bytes = 4 KiB",
+                "raise extent_bytes to 8 KiB, or lower pool_bytes",
+            ],
+        ),
         ({"redis_probe_seconds": 1}, ["redis_probe_seconds = 1", "redis_acquire_seconds = 0.5"]),
         ({"tls_cert": "a.pem"}, ["tls_cert is set without tls_key", "set tls_key too"]),
         ({"tls_key": "a.pem"}, ["tls_key is set without tls_cert"]),

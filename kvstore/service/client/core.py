@@ -71,7 +71,7 @@ class Core:
 
     @property
     def may_owe(self) -> bool:
-        """Whether somebody has to ``renew``, be it only to tell of writes: there is a server that began some."""
+        """Whether somebody has to ``renew``, if only to tell of writes: a server may have begun some."""
         return self.sessions.current is not None
 
     def settle(self) -> Steps[None]:
