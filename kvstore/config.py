@@ -220,7 +220,7 @@ class Config(BaseModel):
             raise ValueError(
                 f"redis_probe_seconds = {self.redis_probe_seconds:g} is longer than "
                 f"redis_acquire_seconds = {self.redis_acquire_seconds:g}, which includes it: "
-                "lower the first or raise the second"
+                "lower the first or raise the second (a key of the file, or KVSTORE_REDIS_ACQUIRE_SECONDS)"
             )
         return self
 

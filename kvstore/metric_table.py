@@ -214,11 +214,7 @@ _TABLE = (
         Kind.GAUGE,
         "1 while a Redis node is given up because it does not answer, else 0.",
         Source.STORE,
-        {
-            "node": Values(
-                "each node that the tier talks to: host:port, a socket's path, or the service that sentinels watch"
-            )
-        },
+        {"node": Values("host:port of each node, a socket's path, or the service that sentinels watch")},
     ),
     Metric(
         "kvstore_redis_queue_bytes",

@@ -57,7 +57,9 @@ def simulate(traces: Sequence[Path], question: Question, messages: Console) -> A
         for policy in policies:
             make_evictor = POLICIES[policy](workload)
             if share is None:
-                rows += [Row(policy, size, replay(workload, make_evictor, size, watch)) for size in capacities]
+                rows += [
+                    Row(policy, size, replay(workload, make_evictor, size, watch)) for size in capacities
+                ]
             else:
                 rows.append(Row(policy, *least_capacity(workload, make_evictor, share, watch)))
     name = ", ".join(map(str, traces))
@@ -116,9 +118,7 @@ def _facts(row: Row) -> dict[str, str | int | float | None]:
     }
 
 
-def _parts(
-    name: str, workload: Workload, rows: Sequence[Row], share: float | None
-) -> list[Grid | str]:
+def _parts(name: str, workload: Workload, rows: Sequence[Row], share: float | None) -> list[Grid | str]:
     counts = rows[0].hits
     title = (
         f"{name}: {format_count(counts.requests)} requests, {format_count(counts.asked_blocks)} blocks, "

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.block import SlotArray
 from kvstore.evict.base import Occupancy, Touch
+from kvstore.evict.order import runs_below
 
 _NOBODY = 0
 _COMPACT_SLACK = 1024
@@ -60,11 +61,8 @@ class LRU:
 
     def orphan(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
-        owners = self._owner[known]
-        # Newest first, so that the oldest end up in front.
-        for owner in np.unique(owners[owners != _NOBODY])[::-1].tolist():
-            record = self._owned_by(owner)
-            unreachable = record[np.isin(record, known[owners == owner]).argmax() :]
+        # Each goes to the front, so the last of them comes first.
+        for unreachable in reversed(runs_below(self._occupancy.parent, known[self._owner[known] != _NOBODY])):
             self._owner[unreachable] = self._first
             self._records[self._first] = unreachable
             self._records.move_to_end(self._first, last=False)

@@ -35,6 +35,25 @@ def runs_by_use(
     return [(float(used[heads[at]]), slots[runs[at]]) for at in ranked.tolist()]
 
 
+def runs_below(parents: NDArray[np.int32], tops: SlotArray) -> list[SlotArray]:
+    """``tops`` and all that hang from them, in runs of parent and child, in the order in which they may go.
+
+    ``parents`` is that of every slot, -1 where it has none; ``tops`` have none.
+    """
+    by_parent = np.argsort(parents, kind="stable")
+    sorted_parents = parents[by_parent]
+    found, level = [tops], tops
+    while len(level):
+        first = np.searchsorted(sorted_parents, level, side="left")
+        last = np.searchsorted(sorted_parents, level, side="right")
+        level = np.concatenate([by_parent[start:stop] for start, stop in zip(first, last, strict=True)])
+        found.append(level)
+    slots = np.concatenate(found)
+    nothing = np.zeros(len(slots))
+    runs = runs_by_use(slots, parents[slots].astype(np.int64), nothing, nothing.astype(np.bool_))
+    return [run for _, run in runs]
+
+
 def _places(slots: SlotArray, parents: SlotArray) -> _Places:
     """Where each block's parent is among ``slots``."""
     place = np.full(int(max(slots.max(), parents.max())) + 2, _NOBODY, dtype=np.int64)

@@ -7,7 +7,6 @@ evicted too, of which a short record stays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from kvstore.block import HASH_BYTES, SlotArray
 from kvstore.evict.base import Occupancy, Touch
+from kvstore.evict.chains import NO_SLOTS, NOBODY, Chain, Chains
 from kvstore.evict.hazard import (
     LEFTOVER_TURN,
     NO_GAP,
@@ -26,72 +26,40 @@ from kvstore.evict.hazard import (
     size_class,
     turn_class,
 )
+from kvstore.evict.order import runs_below
 from kvstore.evict.watch import Watched
-
-_NOBODY = 0
-_NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
-_NO_PARENT = -1
 
 _CONTINUED = 0.5
 """A request goes on from a chain when it uses more than this share of what the chain was the last to use."""
 _HUB = 4
 """From a block with so many children prompts fork: who comes by there goes on from nobody."""
-_ANCHORS = 3
-"""Last blocks by which a chain is known again when it is gone; the last one is rarely full."""
 _LEARN_EVERY = 64
-_FADE_EVERY = 4000
+_FADE_EVERY = 4096
 _RESCORE_SHARE = 16
 _GHOSTS_A_BLOCK = 2
 _GHOSTS_LEAST = 64
 _LOOKS = 8
-_LAST = -1.0
-"""Worth of what cannot be reached or was said to be over."""
-
-
-@dataclass(slots=True, eq=False)
-class _Chain:
-    """Blocks [first, length) of a prompt: what its request was the last to use.
-
-    ``slots`` are those that are resident, from ``first`` on. ``row`` is where it is watched, None when it is
-    not. ``gate`` is the slot of its last block while that has children of other chains.
-    """
-
-    number: int
-    time: float
-    first: int
-    length: int
-    turn: int
-    kind: int
-    row: int | None
-    slots: SlotArray = field(default_factory=lambda: _NO_SLOTS)
-    anchors: list[bytes] = field(default_factory=list)
-    awaits: bytes | None = None
-    planned: int = 0
-    leftover: bool = False
-    lost: bool = False
-    gate: int = _NO_PARENT
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.slots)
+_UNREACHABLE = -1.0
+_NO_KIND = -1
 
 
 class Reuse:
-    """Victims by Gittins index of their chain; tails first. Constants are the same for every workload."""
+    """Victims by the Gittins index of their chain, its tail first; the same constants for every workload.
+
+    A request takes over the blocks that it uses, so a chain keeps what nobody has used since. A request
+    that says ``ended`` is a kind of its own: the hint is believed as far as it has proved true.
+    """
 
     def __init__(self, occupancy: Occupancy) -> None:
         self._occupancy = occupancy
         self._owner = np.zeros(0, dtype=np.int64)
-        self._chains: dict[int, _Chain] = {}
-        self._cached: dict[int, _Chain] = {}
-        self._anchors: dict[bytes, int] = {}
-        self._awaited: dict[bytes, int] = {}
+        self._chains = Chains()
+        self._cached: dict[int, Chain] = {}
         self._gated: dict[int, int] = {}
         self._heap: list[tuple[float, int]] = []
         self._model = HazardModel()
         self._tails = TailCounts()
         self._watched = Watched()
-        self._next = 1
         self._requests = 0
         self._rescore_at = 0
         self._blocks = 0
@@ -101,21 +69,10 @@ class Reuse:
 
     def touch(self, touch: Touch) -> None:
         self._cover()
-        self._now = now = touch.time
+        self._now = max(self._now, touch.time)
         self._requests += 1
-        length, hit = len(touch.hashes) // HASH_BYTES, len(touch.slots)
-        if length:
-            known, deepest = self._known(touch.hashes, length, hit)
-            turn, gap = self._take_over(touch.slots, known, deepest)
-            group = Group.ENDED if touch.hints.ended else Group.LATER if turn else Group.FIRST
-            kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
-            chain = self._open(now, length, turn, kind)
-            self._name(chain, touch.hashes)
-            chain.planned = length
-            if hit < length:
-                self._await(chain, touch.hashes[hit * HASH_BYTES : (hit + 1) * HASH_BYTES])
-            if hit:
-                self._keep(chain, touch.slots)
+        if touch.hashes:
+            self._use(touch)
         if self._requests % _LEARN_EVERY == 0:
             self._learn()
         self._drop_ghosts()
@@ -124,73 +81,72 @@ class Reuse:
         self._cover()
         self._now = max(self._now, time)
         self._blocks += len(slots)
-        chain = self._chain_of(hashes[:HASH_BYTES], parent)
+        chain = self._chains.awaiting(hashes[:HASH_BYTES]) or self._ending_at(parent)
         if chain is None:
-            chain = self._open(time, len(slots), 0, Kind(Group.FIRST, 0, size_class(len(slots)), size_class(len(slots)), NO_GAP))
+            size = size_class(len(slots))
+            chain = self._open(len(slots), 0, Kind(Group.FIRST, 0, size, size, NO_GAP))
         self._keep(chain, slots)
-        if chain.end >= chain.length:
+        if chain.missing <= 0:
             chain.length = chain.end
-            self._await(chain, None)
+            self._chains.await_block(chain, None)
             if chain.anchors:
-                self._name(chain, hashes)
+                self._chains.name(chain, hashes)
 
     def forget(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
-        owners = self._owner[known]
-        for number in np.unique(owners[owners != _NOBODY]).tolist():
-            chain = self._chains[number]
-            stays = np.isin(chain.slots, known, invert=True)
-            kept = chain.slots[stays]
+        for chain in self._owners(known):
+            kept = chain.slots[np.isin(chain.slots, known, invert=True)]
             self._blocks -= len(chain.slots) - len(kept)
-            # What stays below a gap is told of as orphans next.
+            # What stays behind a gap is told of as orphans next.
             self._set(chain, kept)
-        self._owner[known] = _NOBODY
+        self._owner[known] = NOBODY
         self._open_gates(self._occupancy.parent[known])
 
     def orphan(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
-        owners = self._owner[known]
-        for number in np.unique(owners[owners != _NOBODY]).tolist():
-            chain = self._chains[number]
-            cut = int(np.isin(chain.slots, known).argmax())
-            below = chain.slots[cut:]
-            self._set(chain, chain.slots[:cut])
-            unreachable = _Chain(self._next, self._now, 0, len(below), 0, 0, None, lost=True)
-            self._next += 1
-            self._chains[unreachable.number] = unreachable
-            self._keep(unreachable, below)
+        runs = runs_below(self._occupancy.parent, known[self._owner[known] != NOBODY])
+        if not runs:
+            return
+        below = np.concatenate(runs)
+        for chain in self._owners(below):
+            self._set(chain, chain.slots[np.isin(chain.slots, below, invert=True)])
+        for run in runs:
+            unreachable = self._chains.open(self._now, len(run), 0, _NO_KIND, None)
+            unreachable.lost = True
+            self._keep(unreachable, run)
 
     # -- victims --------------------------------------------------------------------------------
 
     def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
-        newest = self._chains.get(self._awaited.get(wanted[:HASH_BYTES], _NOBODY))
+        newest = self._chains.awaiting(wanted[:HASH_BYTES]) if wanted else None
         if self._requests >= self._rescore_at:
             self._rescore()
-        heap, busy = self._heap, []
-        chosen = _NO_SLOTS
+        heap = self._heap
+        busy: list[tuple[float, int]] = []
+        chosen = NO_SLOTS
         while heap and not len(chosen):
-            score, number = heappop(heap)
+            before, number = heappop(heap)
             chain = self._cached.get(number)
-            if chain is None or chain.gate != _NO_PARENT:
+            if chain is None or chain.gate is not None:
                 continue
-            present = self._score(chain)
-            following = heap[0][0] if heap else present
-            if present > following and present > score:
-                heappush(heap, (present, number))
+            worth = self._worth(chain)
+            following = heap[0][0] if heap else worth
+            if worth > following and worth > before:
+                heappush(heap, (worth, number))
                 continue
             if newest is not None and chain is not newest:
-                refused, offered = self._refuse(newest, present)
+                refused, offered = self._refuse(newest, worth)
                 limit -= refused
                 following = min(following, offered)
                 newest = None
-                if limit <= 0:
-                    busy.append((present, number))
-                    break
-            chosen = self._leaves(chain, self._droppable(chain, present, following, limit))
+            if limit <= 0:
+                busy.append((worth, number))
+                break
+            chosen = self._leading_leaves(chain.slots[: -self._droppable(chain, following, limit) - 1 : -1])
             if len(chosen):
                 self._drop(chain, chosen)
             elif self._occupancy.pins[chain.slots[-1]]:
-                busy.append((present, number))
+                busy.append((worth, number))
             else:
                 chain.gate = int(chain.slots[-1])
                 self._gated[chain.gate] = number
@@ -198,8 +154,8 @@ class Reuse:
             heappush(heap, entry)
         return chosen
 
-    def _refuse(self, newest: _Chain, present: float) -> tuple[int, float]:
-        """(Blocks at its end that are worth less than what would go, worth of the next one)."""
+    def _refuse(self, newest: Chain, present: float) -> tuple[int, float]:
+        """(Blocks at its end that are worth less than what would go, worth of the last that is not)."""
         worth = self._model.worth(newest.kind, self._now - newest.time)
         while newest.planned > newest.end:
             missing = newest.length - newest.planned
@@ -210,193 +166,172 @@ class Reuse:
             newest.planned -= min(refused, newest.planned - newest.end)
         return newest.length - newest.planned, inf
 
-    def _drop(self, chain: _Chain, chosen: SlotArray) -> None:
-        self._owner[chosen] = _NOBODY
+    def _drop(self, chain: Chain, chosen: SlotArray) -> None:
+        self._owner[chosen] = NOBODY
         self._blocks -= len(chosen)
-        self._set(chain, chain.slots[: len(chain.slots) - len(chosen)])
+        self._set(chain, chain.slots[: -len(chosen)])
         if len(chain.slots):
-            heappush(self._heap, (self._score(chain), chain.number))
-        elif self._gated:
+            heappush(self._heap, (self._worth(chain), chain.number))
+        else:
             self._open_gates(self._occupancy.parent[chosen[-1:]])
 
-    def _droppable(self, chain: _Chain, present: float, following: float, limit: int) -> int:
+    def _droppable(self, chain: Chain, following: float, limit: int) -> int:
         """How many of a chain's last blocks go before another chain is worth less."""
-        if chain.leftover or chain.lost or present <= 0:
+        if chain.whole or chain.lost:
             return limit
-        missing = chain.length - chain.end
-        whole = present / self._tails.share(missing)
-        return min(limit, self._tails.droppable(missing, following / whole))
+        full = self._model.worth(chain.kind, self._now - chain.time)
+        return min(limit, self._tails.droppable(chain.missing, following / full))
 
-    def _leaves(self, chain: _Chain, limit: int) -> SlotArray:
-        """The longest run from the tail on, of which each is a leaf once those before it are gone."""
-        tail_first = chain.slots[: -limit - 1 : -1]
+    def _leading_leaves(self, tail_first: SlotArray) -> SlotArray:
+        """The longest run of which each is a leaf once its predecessors are gone."""
         occupancy = self._occupancy
-        children = occupancy.children[tail_first]
-        children[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
-        blocked = ((children > 0) | (occupancy.pins[tail_first] > 0)).nonzero()[0]
+        held = occupancy.children[tail_first]
+        held[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
+        held += occupancy.pins[tail_first]
+        blocked = held.nonzero()[0]
         return tail_first[: blocked[0]] if len(blocked) else tail_first
 
-    def _score(self, chain: _Chain) -> float:
-        """Hits a second that each of its blocks is worth."""
+    def _worth(self, chain: Chain) -> float:
+        """Hits a second that each of its blocks brings, at best, while it is kept."""
         if chain.lost:
-            return _LAST
+            return _UNREACHABLE
         worth = self._model.worth(chain.kind, self._now - chain.time)
-        return worth if chain.leftover else worth * self._tails.share(chain.length - chain.end)
+        return worth if chain.whole else worth * self._tails.share(chain.missing)
 
     def _rescore(self) -> None:
         """Ages have moved on: put all resident chains in order again."""
         self._heap = [
-            (self._score(chain), number) for number, chain in self._cached.items() if chain.gate == _NO_PARENT
+            (self._worth(each), number) for number, each in self._cached.items() if each.gate is None
         ]
         heapify(self._heap)
         self._rescore_at = self._requests + max(1, len(self._heap) // _RESCORE_SHARE)
 
     def _open_gates(self, parents: SlotArray) -> None:
-        """The children of these slots are fewer."""
+        """These slots have fewer children than before."""
+        if not self._gated:
+            return
         for slot in parents.tolist():
-            number = self._gated.pop(slot, _NOBODY)
-            chain = self._cached.get(number)
-            if chain is not None and chain.gate == slot:
-                chain.gate = _NO_PARENT
-                heappush(self._heap, (self._score(chain), number))
+            chain = self._cached.get(self._gated.pop(slot, NOBODY))
+            if chain is not None:
+                chain.gate = None
+                heappush(self._heap, (self._worth(chain), chain.number))
 
     # -- chains ---------------------------------------------------------------------------------
 
-    def _known(self, hashes: bytes, length: int, hit: int) -> tuple[int, _Chain | None]:
-        """How deep the prompt was seen before, and by whom where that is deeper than it is resident."""
-        if hit == length:
-            return hit, None
-        missing: list[bytes] = np.frombuffer(hashes, dtype=f"V{HASH_BYTES}")[hit:].tolist()
-        if self._anchors.keys().isdisjoint(missing):
-            return hit, None
-        for place in range(len(missing) - 1, -1, -1):
-            number = self._anchors.get(missing[place])
-            if number is not None:
-                return hit + place + 1, self._chains[number]
-        raise AssertionError("one of them is an anchor")
+    def _use(self, touch: Touch) -> None:
+        """A request takes over its blocks, and goes on from whoever had them, or begins."""
+        length, hit = len(touch.hashes) // HASH_BYTES, len(touch.slots)
+        missing = touch.hashes[hit * HASH_BYTES :]
+        known, gone = hit, None
+        if missing and (deepest := self._chains.deepest(missing)) is not None:
+            known, gone = hit + deepest[0] + 1, deepest[1]
+        turn, gap = self._take_over(touch.slots, known, gone)
+        group = Group.ENDED if touch.hints.ended else Group.LATER if turn else Group.FIRST
+        kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
+        chain = self._open(length, turn, kind)
+        self._chains.name(chain, touch.hashes)
+        if missing:
+            self._chains.await_block(chain, missing[:HASH_BYTES])
+        if hit:
+            self._keep(chain, touch.slots)
 
-    def _take_over(self, slots: SlotArray, known: int, deepest: _Chain | None) -> tuple[int, int]:
-        """Part the blocks of a prompt from who had them; (turn, gap bucket) of the request that uses them."""
-        origin = None
-        if deepest is not None:
-            origin = self._used(deepest, known, 0)
+    def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> tuple[int, int]:
+        """Part blocks from the chains that had them; (turn, gap bucket) of the request that uses them.
+
+        ``gone`` is the chain that reaches deepest, up to block ``known``, where that is beyond what is resident.
+        """
+        origin = None if gone is None else self._part(gone, known, 0)
         owners = self._owner[slots]
         starts = [0, *((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist()] if len(slots) else []
         stop = len(slots)
         for start in reversed(starts):
-            chain = self._chains.get(int(owners[start]))
-            if chain is not None and chain is not deepest:
+            chain = self._chains.by_number.get(int(owners[start]))
+            if chain is not None and chain is not gone:
                 children = int(self._occupancy.children[slots[stop - 1]])
-                used = self._used(chain, chain.first + stop - start, children)
-                if deepest is None and stop == len(slots):
+                used = self._part(chain, chain.first + stop - start, children)
+                if gone is None and stop == len(slots):
                     origin = used
             stop = start
         return origin or (0, NO_GAP)
 
-    def _used(self, chain: _Chain, end: int, children: int) -> tuple[int, int] | None:
-        """A request used the blocks of a chain up to ``end``; (turn, gap bucket) where it goes on from it."""
-        if end <= chain.first or chain.length<=chain.first:
+    def _part(self, chain: Chain, end: int, children: int) -> tuple[int, int] | None:
+        """Take a chain's blocks up to ``end``; (turn, gap bucket) of who goes on from there, where one does."""
+        if end <= chain.first:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
-        going_on = share > _CONTINUED and children < _HUB
-        age = self._now - chain.time
-        result = (chain.turn + 1, bucket(age)) if going_on else None
-        if going_on:
+        turn = None
+        if share > _CONTINUED and children < _HUB:
+            turn = chain.turn + 1, bucket(self._now - chain.time)
             self._tails.count(chain.length - end)
             self._watched.end(chain.row, self._now, continued=True)
-            chain.row = None
-            self._chains.pop(chain.number)
-            self._chains[chain.number] = chain
-            chain.time, chain.leftover = self._now, True
-            chain.kind = self._model.number(
-                Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(chain.length - end), 0, NO_GAP)
-            )
-        taken = end - chain.first
+            self._leave_over(chain, chain.length - end)
+        kept = chain.slots[end - chain.first :].copy()
         chain.first = end
-        self._set(chain, chain.slots[taken:].copy())
-        if end >= chain.length and chain.number in self._chains:
+        self._set(chain, kept)
+        if end >= chain.length:
             self._close(chain)
-        elif going_on and chain.number in self._chains:
-            chain.row = self._watched.begin(chain.kind, self._now)
-        return result
+        return turn
 
-    def _open(self, now: float, length: int, turn: int, kind: Kind) -> _Chain:
+    def _leave_over(self, chain: Chain, blocks: int) -> None:
+        """A chain was continued elsewhere: its last blocks are a branch that was left, used just now."""
+        chain.kind = self._model.number(Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(blocks), 0, NO_GAP))
+        chain.time, chain.whole = self._now, True
+        chain.row = self._watched.begin(chain.kind, self._now)
+        self._chains.renew(chain)
+
+    def _open(self, length: int, turn: int, kind: Kind) -> Chain:
         number = self._model.number(kind)
-        chain = _Chain(self._next, now, 0, length, turn, number, self._watched.begin(number, now))
-        self._chains[chain.number] = chain
-        self._next += 1
-        return chain
+        return self._chains.open(self._now, length, turn, number, self._watched.begin(number, self._now))
 
-    def _close(self, chain: _Chain) -> None:
-        """Nothing of it is resident, or ever will be."""
+    def _close(self, chain: Chain) -> None:
+        """Nothing of it is resident, and it is remembered no longer."""
         self._watched.end(chain.row, self._now, continued=False)
-        self._await(chain, None)
-        for anchor in chain.anchors:
-            if self._anchors.get(anchor) == chain.number:
-                del self._anchors[anchor]
-        del self._chains[chain.number]
+        self._chains.close(chain)
 
-    def _name(self, chain: _Chain, hashes: bytes) -> None:
-        for anchor in chain.anchors:
-            if self._anchors.get(anchor) == chain.number:
-                del self._anchors[anchor]
-        tail = hashes[-_ANCHORS * HASH_BYTES :]
-        chain.anchors = [tail[at : at + HASH_BYTES] for at in range(0, len(tail), HASH_BYTES)]
-        for anchor in chain.anchors:
-            self._anchors[anchor] = chain.number
+    def _owners(self, slots: SlotArray) -> list[Chain]:
+        owners = np.unique(self._owner[slots]).tolist()
+        return [self._chains.by_number[number] for number in owners if number != NOBODY]
 
-    def _await(self, chain: _Chain, following: bytes | None) -> None:
-        """The block that a chain gets next, by which it is found when that is added."""
-        if chain.awaits is not None and self._awaited.get(chain.awaits) == chain.number:
-            del self._awaited[chain.awaits]
-        chain.awaits = following
-        if following is not None:
-            self._awaited[following] = chain.number
+    def _ending_at(self, parent: int) -> Chain | None:
+        """The chain whose last resident block is in this slot."""
+        owner = int(self._owner[parent]) if parent >= 0 else NOBODY
+        chain = self._cached.get(owner)
+        return chain if chain is not None and chain.slots[-1] == parent else None
 
-    def _chain_of(self, first: bytes, parent: int) -> _Chain | None:
-        """Whose blocks are added: who asked for the first of them, else who ends at the parent."""
-        number = self._awaited.get(first, _NOBODY)
-        if number == _NOBODY and 0 <= parent < len(self._owner):
-            number = int(self._owner[parent])
-            if number != _NOBODY and self._chains[number].slots[-1] != parent:
-                number = _NOBODY
-        return self._chains.get(number)
-
-    def _keep(self, chain: _Chain, slots: SlotArray) -> None:
+    def _keep(self, chain: Chain, slots: SlotArray) -> None:
+        """A chain has these blocks too, behind those that it had."""
         self._owner[slots] = chain.number
         self._set(chain, np.concatenate((chain.slots, slots)) if len(chain.slots) else slots)
-        heappush(self._heap, (self._score(chain), chain.number))
+        heappush(self._heap, (self._worth(chain), chain.number))
 
-    def _set(self, chain: _Chain, slots: SlotArray) -> None:
-        if chain.gate != _NO_PARENT and not (len(slots) and slots[-1] == chain.gate):
+    def _set(self, chain: Chain, slots: SlotArray) -> None:
+        if chain.gate is not None and not (len(slots) and slots[-1] == chain.gate):
             self._gated.pop(chain.gate, None)
-            chain.gate = _NO_PARENT
-            if len(slots):
-                heappush(self._heap, (self._score(chain), chain.number))
+            chain.gate = None
+            heappush(self._heap, (self._worth(chain), chain.number))
         chain.slots = slots
         if len(slots):
             self._cached[chain.number] = chain
-        else:
-            self._cached.pop(chain.number, None)
-            if chain.lost:
-                del self._chains[chain.number]
+            return
+        self._cached.pop(chain.number, None)
+        if chain.lost:
+            self._close(chain)
 
     def _drop_ghosts(self) -> None:
-        """Keep the records of as many chains as there are blocks to decide over, and some."""
+        """Remember as many chains as there are blocks to decide over, and some."""
         most = max(_GHOSTS_LEAST, _GHOSTS_A_BLOCK * self._blocks)
         for _ in range(_LOOKS):
             if len(self._chains) <= most:
                 return
-            number = next(iter(self._chains))
-            chain = self._chains[number]
+            chain = next(iter(self._chains.by_number.values()))
             if len(chain.slots):
-                self._chains[number] = self._chains.pop(number)
+                self._chains.renew(chain)
             else:
                 self._close(chain)
 
     def _learn(self) -> None:
         self._model.learn(*self._watched.collect(self._now))
-        fade = self._requests % _FADE_EVERY < _LEARN_EVERY
+        fade = self._requests % _FADE_EVERY == 0
         if fade:
             self._model.fade()
         self._tails.refresh(fade=fade)

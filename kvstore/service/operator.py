@@ -16,7 +16,7 @@ from hashing import Extras
 from hashing.tokens import TOKEN_BYTES
 from kvstore.block import Shard, TierName
 from kvstore.errors import KVStoreError
-from kvstore.service.client.channel import StaleError, explain, open_channel
+from kvstore.service.client.channel import explain, open_channel
 from kvstore.service.client.messages import (
     LookupResult,
     PrefetchResult,
@@ -195,7 +195,7 @@ class Operator:
         except grpc.RpcError as error:
             raise self._explained(error, seconds) from error
 
-    def _explained(self, error: grpc.RpcError, seconds: float) -> Exception:
+    def _explained(self, error: grpc.RpcError, seconds: float) -> KVStoreError:
         code, details = error.code(), error.details() or "it does not say why"
         if code is grpc.StatusCode.UNAVAILABLE:
             return CallError(
@@ -213,7 +213,9 @@ class Operator:
             )
         kind = UnknownError if code is grpc.StatusCode.NOT_FOUND else RequestError
         found = explain(error, f"the server at {self._address}", kind)
-        return found.error if isinstance(found, StaleError) else found
+        return (
+            found if isinstance(found, CallError) else kind(f"{details} ({code.name} from {self._address})")
+        )
 
 
 def _prompt(prompt: PromptQuery) -> types_pb2.Prompt:

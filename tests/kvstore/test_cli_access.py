@@ -18,13 +18,17 @@ from tests.support.stores import make_spec
 __all__ = ["prompt"]
 
 
-def test_a_server_that_is_silent_is_given_up_after_the_timeout() -> None:
+def test_a_server_that_is_silent_is_given_up_after_the_timeout(prompt: Path) -> None:
+    """The time that the server was asked to wait comes on top, and is told."""
     with sidecar() as alone:
         os.kill(alone.pid, signal.SIGSTOP)
         done = kvstore_here("status", "--address", alone.address, "--timeout", "300ms")
+        asked = ("prefetch", prompt, "--model", "m", "--wait", "200ms", "--timeout", "300ms")
+        waited = Asking(alone.address).refusal(*asked)
         os.kill(alone.pid, signal.SIGCONT)
     assert done.returncode == 2
     assert f"the server at {alone.address} did not answer within 0.3 s" in done.stderr
+    assert "did not answer within 0.5 s" in waited
 
 
 def private(path: Path, text: str) -> Path:

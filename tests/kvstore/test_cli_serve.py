@@ -34,7 +34,7 @@ def settings_in(memory: Path) -> tuple[str, ...]:
         "--http-listen",
         "127.0.0.1:0",
         "--log-level",
-        "warning",
+        "error",
     )
 
 
@@ -101,7 +101,12 @@ def test_serve_brings_a_redis_of_its_own(memory: Path) -> None:
         (("--listen", "0.0.0.0:0"), "may be reached from other machines, which needs tenants_file"),
         (("--tenants-file", "/proc/nowhere/tenants"), "/proc/nowhere/tenants"),
         (("--config", "/proc/nowhere/kvstore.toml"), "/proc/nowhere/kvstore.toml cannot be read"),
-        (("--pool-bytes", "900TiB"), "pool_bytes is 989560464998400, but "),
+        (("--extent-bytes", "3"), "flag --extent-bytes = '3': expected greater than or equal to 4096"),
+        (
+            ("--extent-bytes", "4096", "--pool-bytes", "2GiB"),
+            "at most 262144 are possible: raise extent_bytes",
+        ),
+        (("--pool-bytes", "900TiB", "--extent-bytes", "4GiB"), "pool_bytes is 989560464998400, but "),
     ],
 )
 def test_a_server_that_cannot_start_says_why(memory: Path, setting: tuple[str, ...], message: str) -> None:

@@ -99,6 +99,7 @@ def test_a_streamed_lease_that_is_over_at_the_server_is_lost_on_reading() -> Non
         lease, same = (namespace.acquire(CHAIN, request_id="one") for _ in range(2))
         assert_right(lease, CHAIN, 4)
         server.restart()
+        time.sleep(0.3)  # longer than the channel waits from one attempt to the next
         assert (same.views(), same.outcome, same.cause) == ([], Outcome.LOST, MissCause.STALE)
         assert (lease.outcome, lease.valid()) == (Outcome.LOST, 4)
 

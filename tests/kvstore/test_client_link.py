@@ -7,10 +7,12 @@ import pytest
 from kvstore.errors import KVStoreError, LeaseError
 from kvstore.service.client.channel import StaleError
 from kvstore.service.client.link import Link
-from kvstore.service.client.options import CallError, Outcome
+from kvstore.service.client.options import CallError, Outcome, Silence
 from tests.support.stores import FakeClock
 
-AWAY = CallError(Outcome.UNREACHABLE, "nobody answers")
+AWAY = CallError(Outcome.UNREACHABLE, "nobody answers", Silence.AWAY)
+LATE = CallError(Outcome.UNREACHABLE, "it takes too long", Silence.LATE)
+FAILED = CallError(Outcome.UNREACHABLE, "an error of the server's", Silence.FAILED)
 BARRED = CallError(Outcome.REJECTED, "the token is unknown")
 FULL = CallError(Outcome.REFUSED, "too many leases")
 
@@ -36,7 +38,7 @@ def test_a_server_that_did_not_answer_is_left_alone_and_then_tried_by_one(
     clock.advance(4.9)
     with pytest.raises(CallError, match="nobody answers") as raised:
         link.begin()
-    assert raised.value.outcome is Outcome.UNREACHABLE
+    assert (raised.value.outcome, raised.value.silence) == (Outcome.UNREACHABLE, Silence.UNSENT)
     clock.advance(0.2)
     assert link.begin(), "this call is the one that tries"
     with pytest.raises(CallError):
@@ -49,6 +51,37 @@ def test_a_server_that_did_not_answer_is_left_alone_and_then_tried_by_one(
     link.answered()
     assert not link.begin()
     assert link.failures == {Outcome.UNREACHABLE: 5}
+
+
+def test_a_server_that_is_late_is_given_up_after_three_calls_in_a_row(link: Link, clock: FakeClock) -> None:
+    """One slow call makes no others misses."""
+    for error in (LATE, LATE, FULL, LATE, LATE):
+        fail(link, error)
+    assert not link.begin()
+    link.answered()
+    for _ in range(3):
+        fail(link, LATE)
+    with pytest.raises(CallError, match="it takes too long"):
+        link.begin()
+    clock.advance(5.1)
+    link.failed(LATE, probe=link.begin())
+    with pytest.raises(CallError, match="it takes too long"):
+        link.begin()
+
+
+def test_an_error_of_one_call_says_nothing_of_others(
+    link: Link, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(9):
+        fail(link, FAILED)
+    assert not link.begin()
+    link.answered()
+    assert link.failures == {Outcome.UNREACHABLE: 9}
+    assert not caplog.records
+    fail(link, AWAY)
+    clock.advance(5.1)
+    link.failed(FAILED, probe=link.begin())
+    assert link.begin(), "the next one may try"
 
 
 def test_a_call_that_its_caller_gave_up_leaves_the_try_to_another(link: Link, clock: FakeClock) -> None:

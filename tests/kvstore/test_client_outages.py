@@ -76,7 +76,7 @@ def test_without_a_server_everything_is_a_miss_at_once(kind: Kind, tmp_path: Pat
         assert client.failures == {Outcome.UNREACHABLE: 250}
 
 
-def test_a_host_that_drops_packets_delays_one_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_drops_packets_delays_three_calls(caplog: pytest.LogCaptureFixture) -> None:
     """Calls have a deadline (LMCache #4642): a full backlog is a server that never accepts."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = listener.getsockname()[1]
@@ -84,11 +84,12 @@ def test_a_host_that_drops_packets_delays_one_call(caplog: pytest.LogCaptureFixt
         with Client(f"127.0.0.1:{port}", options=options) as client:
             namespace = client.namespace(SPEC)
             began = time.monotonic()
-            assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
+            for _ in range(3):
+                assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
             waited = time.monotonic() - began
             for _ in range(100):
                 assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
-            assert waited < 2.0
+            assert waited < 4.0
             assert time.monotonic() - began - waited < 0.3
     assert len(caplog.records) == 1, "an outage is logged once"
     assert caplog.records[0].exc_info is None
@@ -156,14 +157,15 @@ def test_a_server_with_an_empty_pool_starts_over(kind: Kind) -> None:
 
 
 @by_kind
-def test_a_silent_server_delays_one_call_by_its_deadline(kind: Kind) -> None:
+def test_a_silent_server_delays_three_calls_by_their_deadline(kind: Kind) -> None:
     with sidecar() as server, client_of(kind, server.address) as client:
         namespace = client.namespace(SPEC)
         put(namespace, CHAIN)
         with stopped(server):
-            began = time.monotonic()
-            assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
-            assert 0.9 < time.monotonic() - began < 1.5
+            for _ in range(3):
+                began = time.monotonic()
+                assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
+                assert 0.9 < time.monotonic() - began < 1.5
             began = time.monotonic()
             assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
             assert time.monotonic() - began < 0.1

@@ -16,6 +16,7 @@ import pytest
 from kvstore.block import WHOLE, BlockRows, Chain, Shard, Uint64Array
 from kvstore.errors import PoolError
 from kvstore.spec import NamespaceSpec
+from kvstore.tiers import pool_view
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.memory import payload_checksum
 from kvstore.tiers.pool_format import NAMES_BYTES, SEAL_AT, Geometry
@@ -378,6 +379,13 @@ class TestOpening:
         change(copy)
         with pytest.raises(PoolError, match=problem):
             PoolView(copy, epoch, CLIENT)
+
+
+def test_another_kind_of_machine_does_not_map(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read while the server writes is judged by the order of loads and stores."""
+    monkeypatch.setattr(pool_view, "_MACHINE", "aarch64")
+    with pytest.raises(PoolError, match=r"this machine is aarch64, expected x86_64 or AMD64: .*; stream"):
+        PoolView(rig.host.file.path, rig.host.file.epoch, CLIENT)
 
 
 def flip(path: Path, at: int) -> None:

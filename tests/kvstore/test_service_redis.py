@@ -114,7 +114,7 @@ class TestWaiting:
         return absent
 
     def test_the_server_waits_for_redis_in_the_callers_stead(self, absent: Peer) -> None:
-        """No polling: one call brings the blocks (cases 37)."""
+        """No polling: one call brings the blocks (LMCache #2710 #3694, sglang #32724)."""
         counted = Counted(absent.raw)
         answer = absent.acquire(PROMPT, "r", wait_seconds=10)
         assert (answer.blocks, answer.pending, answer.cause) == (8, False, "")

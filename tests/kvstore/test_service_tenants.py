@@ -225,6 +225,7 @@ class TestWalls:
 
 class TestAdmins:
     def test_every_admin_call_is_refused_to_others(self, search: Raw) -> None:
+        """No way to clear the cache or see inside without being allowed to (LMCache PR #2757 #2269)."""
         prompt = types_pb2.Prompt(model="none")
         calls: list[Callable[[], Any]] = [
             lambda: search.admin.GetStatus(admin_pb2.GetStatusRequest()),
