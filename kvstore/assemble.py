@@ -6,13 +6,26 @@ from collections.abc import Callable
 
 from kvstore.block import TierName
 from kvstore.config import Config
+from kvstore.evict.arc import ARC
+from kvstore.evict.base import Evictor, Occupancy
+from kvstore.evict.lfu import LFU
 from kvstore.evict.lru import LRU
+from kvstore.evict.reuse import Reuse
+from kvstore.evict.s3fifo import S3FIFO
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.store import StoreOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.null import NullTier
 from kvstore.tiers.redis import RedisOptions, RedisTier
+
+_POLICIES: dict[str, Callable[[Occupancy], Evictor]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "s3fifo": S3FIFO,
+    "arc": ARC,
+    "reuse": Reuse,
+}
 
 
 def open_host(config: Config, clock: Callable[[], float], failpoint: Failpoint = no_failpoint) -> HostTier:
@@ -21,7 +34,7 @@ def open_host(config: Config, clock: Callable[[], float], failpoint: Failpoint =
         config.pool_path,
         pool_bytes=config.pool_bytes,
         extent_bytes=config.extent_bytes,
-        make_evictor=LRU,
+        make_evictor=_POLICIES[config.eviction_policy],
         clock=clock,
         failpoint=failpoint,
     )

@@ -308,7 +308,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="PERCENT",
-            help="Instead of given capacities: the least that hits this share of what an unlimited cache hits",
+            help="Instead of --capacity: the least that hits this share of what an unlimited cache hits",
         ),
     ] = None,
     as_json: AsJson = False,

@@ -148,6 +148,9 @@ class Config(BaseModel):
     redis_connections: int = Field(default=2, ge=1, le=64)
     """Connections to each Redis node that carry payloads."""
 
+    eviction_policy: Literal["lru", "lfu", "s3fifo", "arc", "reuse"] = "lru"
+    """Which blocks of the host tier go first when it is full; docs/policies.md says how to choose."""
+
     redis_probe_seconds: Seconds = 0.05
     """Longest wait for Redis to say which blocks it has."""
 

@@ -30,12 +30,12 @@ _UPPER = EDGES[1:BUCKETS].tolist()
 # What is assumed before anything was seen: half of all chains come back, the later the rarer.
 _PRIOR_SECONDS = 30.0
 _PRIOR_SHARE = 0.5
-_PRIOR_EVENTS = 8.0
-_GROUP_EVENTS = 10.0
+_PRIOR_EVENTS = 5.0
+_GROUP_EVENTS = 5.0
 _DECAY = ((EDGES[:-1] + _PRIOR_SECONDS) / (EDGES[1:] + _PRIOR_SECONDS)) ** 1.5
 _GENERAL = _PRIOR_SHARE / (_MIDDLES + _PRIOR_SECONDS)
 
-_CONFIDENCE = 10.0
+_CONFIDENCE = 5.0
 _CONFIDENCE_MOST = 400.0
 _NEIGHBOURS = 0.25
 _UNEVEN = 6

@@ -64,7 +64,7 @@ class Leaves:
         self._pinned.clear()
 
     def pop(self, queue: int) -> int | None:
-        """Hand out the first block of a queue that is a leaf once those before it are gone, and not pinned."""
+        """Hand out the first block of a queue that is not pinned and a leaf once those before it are gone."""
         found = self.pop_with_place(queue)
         return None if found is None else found[0]
 

@@ -14,7 +14,7 @@ _GHOSTS_A_BLOCK = 4
 
 
 class LFU:
-    """Counts of uses, without ageing; those of evicted blocks are remembered for four times as many blocks."""
+    """Counts of uses, without ageing. They are remembered for four times as many blocks as are resident."""
 
     def __init__(self, occupancy: Occupancy) -> None:
         self._leaves = Leaves(occupancy, queues=1)

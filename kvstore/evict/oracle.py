@@ -1,4 +1,4 @@
-"""Belady's choice over leaves: the block goes first that is asked for last, or never again. For replay only."""
+"""Belady's choice over leaves, for replay only: the block goes first that is asked for last, or never."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, SlotArray
 from kvstore.evict.base import Occupancy, Touch
@@ -206,7 +207,7 @@ class Reuse:
         heapify(self._heap)
         self._rescore_at = self._requests + max(1, len(self._heap) // _RESCORE_SHARE)
 
-    def _open_gates(self, parents: SlotArray) -> None:
+    def _open_gates(self, parents: NDArray[np.int32]) -> None:
         """These slots have fewer children than before."""
         if not self._gated:
             return
@@ -238,7 +239,7 @@ class Reuse:
     def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> tuple[int, int]:
         """Part blocks from the chains that had them; (turn, gap bucket) of the request that uses them.
 
-        ``gone`` is the chain that reaches deepest, up to block ``known``, where that is beyond what is resident.
+        ``gone`` is the chain that reaches deepest, to block ``known``, if beyond the resident ones.
         """
         origin = None if gone is None else self._part(gone, known, 0)
         owners = self._owner[slots]
@@ -255,7 +256,7 @@ class Reuse:
         return origin or (0, NO_GAP)
 
     def _part(self, chain: Chain, end: int, children: int) -> tuple[int, int] | None:
-        """Take a chain's blocks up to ``end``; (turn, gap bucket) of who goes on from there, where one does."""
+        """Take a chain's blocks up to ``end``; (turn, gap bucket) of who goes on there, if anybody does."""
         if end <= chain.first:
             return None
         share = (end - chain.first) / (chain.length - chain.first)

@@ -59,7 +59,7 @@ class Quotas:
                 self._pool.regroup(space, self._groups[tenant])
 
     def stageable(self, tenant: str) -> int:
-        """Bytes that a tenant may have staged: all but what others are guaranteed, without limit if nothing is."""
+        """Bytes that a tenant may have staged: all but what others are guaranteed, if anything is."""
         others = sum(self._shares.values()) - self._shares.get(tenant, 0)
         return self._pool.limit_bytes - others if others else sys.maxsize
 

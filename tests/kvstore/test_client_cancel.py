@@ -150,6 +150,7 @@ def test_a_write_that_nobody_can_end_any_more_is_aborted(kind: Kind) -> None:
     with sidecar(write_seconds=LONG) as server, client_of(kind, server.address) as client:
         namespace = client.namespace(SPEC)
         write = namespace.write(CHAIN)
+        assert write.outcome is Outcome.OK
         place = write.payloads[0]
         del write
         gc.collect()

@@ -1,4 +1,4 @@
-"""Workloads that policies are compared on, made from a seed: what is asked for is known, and nothing else is."""
+"""Workloads that policies are compared on, made from a seed."""
 
 from __future__ import annotations
 
