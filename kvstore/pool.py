@@ -244,8 +244,10 @@ class BlockPool:
             stamps[rows] = np.maximum(stamps[rows], until)
 
     def unpin(self, slots: SlotArray) -> None:
-        """One lease less on each."""
+        """One lease less on each; what nobody holds any more is promised to nobody, also after a restart."""
         self._ledger.unpin(slots)
+        for extent, _, rows in self.extents.groups(slots[self.occupancy.pins[slots] == 0]):
+            extent.table.lease_until[rows] = 0
 
     # -- removing -------------------------------------------------------------------------------
 

@@ -296,3 +296,14 @@ class TestTable:
         began = time.perf_counter()
         assert len(table.overdue(12.0)) == 20_000
         assert time.perf_counter() - began < 1.5
+
+
+def test_what_was_released_is_promised_to_nobody_after_a_restart(rig: Rig) -> None:
+    """A block that is found damaged then must not be kept by a promise that is over."""
+    rig.write(make_chain(SPEC, "abcd"))
+    first, second = (rig.store.acquire(name, make_chain(SPEC, "abcd")) for name in "xy")
+    [extent] = rig.host.pool.extents.extents()
+    rig.store.release(first)
+    assert np.count_nonzero(extent.table.lease_until) == 4
+    rig.store.release(second)
+    assert not extent.table.lease_until.any()

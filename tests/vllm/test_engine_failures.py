@@ -55,15 +55,17 @@ def test_what_failed_is_computed_again(damaged: tuple[Sidecar, Engine], plain: P
 def test_nothing_that_was_computed_from_it_is_stored(
     damaged: tuple[Sidecar, Engine], plain: Plain, block: int
 ) -> None:
-    """A synchronous load that fails does not stop its step, whose blocks are then wrong.
-
-    What is computed after it is right, and takes the place of what was damaged.
-    """
+    """A synchronous load that fails does not stop its step, whose blocks are then wrong."""
     server, running = damaged
     await_idle(server)
     again = running.one(GROWN[block])
     assert again.tokens == plain[f"grown{block}"]
-    # The server removes what is damaged when it hears of it, which may be after it was asked to store it.
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_was_damaged_is_replaced(damaged: tuple[Sidecar, Engine], plain: Plain, block: int) -> None:
+    """The server removes it when it hears of it, which may be after it was asked to store it."""
+    _, running = damaged
     eventually(lambda: running.one(GROWN[block]).cached >= 8 * BLOCK_SIZE)
     assert running.one(GROWN[block]).tokens == plain[f"grown{block}"]
 

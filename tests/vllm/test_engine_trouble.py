@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_layers_that_see_a_window(windowed: Path, tmp_path: Path) -> None:
             assert (found.cached, found.tokens) == (len(EXACT), expected[0].tokens)
 
 
+@pytest.fixture
+def swept() -> Iterator[None]:
+    """vLLM's ranks leave what they share in memory behind when they end."""
+    memory = Path("/dev/shm")
+    before = set(memory.glob("vllm_dist_*"))
+    yield
+    for left in set(memory.glob("vllm_dist_*")) - before:
+        left.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("swept")
 def test_two_ranks(model: Path, plain: Plain, tmp_path: Path) -> None:
     """Each rank has its shard of a block, and a hit needs all of them (LMCache #1467 #1379)."""
     with sidecar(pool_bytes="64MiB") as server:
