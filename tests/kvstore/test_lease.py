@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvstore.block import WHOLE, MissCause, Shard, TierName
