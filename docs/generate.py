@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parent
 GENERATED = "<!-- Written by docs/generate.py from {source}. Do not edit. -->\n"
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Memory": ("pool_path", "pool_bytes", "extent_bytes"),
+    "Memory": ("pool_path", "pool_bytes", "extent_bytes", "eviction_policy"),
     "Redis": (
         "redis_url",
         "redis_prefix",

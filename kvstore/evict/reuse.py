@@ -23,7 +23,7 @@ from kvstore.evict.hazard import (
     HazardModel,
     Kind,
     TailCounts,
-    bucket,
+    gap_class,
     size_class,
     turn_class,
 )
@@ -86,9 +86,10 @@ class Reuse:
         if chain is None:
             size = size_class(len(slots))
             chain = self._open(len(slots), 0, Kind(Group.FIRST, 0, size, size, NO_GAP))
+        # What is computed beyond a prompt makes it longer.
+        chain.length = max(chain.length, chain.end + len(slots))
         self._keep(chain, slots)
-        if chain.missing <= 0:
-            chain.length = chain.end
+        if not chain.missing:
             self._chains.await_block(chain, None)
             if chain.anchors:
                 self._chains.name(chain, hashes)
@@ -237,7 +238,7 @@ class Reuse:
             self._keep(chain, touch.slots)
 
     def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> tuple[int, int]:
-        """Part blocks from the chains that had them; (turn, gap bucket) of the request that uses them.
+        """Part blocks from the chains that had them; (turn, gap class) of the request that uses them.
 
         ``gone`` is the chain that reaches deepest, to block ``known``, if beyond the resident ones.
         """
@@ -256,13 +257,13 @@ class Reuse:
         return origin or (0, NO_GAP)
 
     def _part(self, chain: Chain, end: int, children: int) -> tuple[int, int] | None:
-        """Take a chain's blocks up to ``end``; (turn, gap bucket) of who goes on there, if anybody does."""
+        """Take a chain's blocks up to ``end``; (turn, gap class) of who goes on there, if anybody does."""
         if end <= chain.first:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
         turn = None
         if share > _CONTINUED and children < _HUB:
-            turn = chain.turn + 1, bucket(self._now - chain.time)
+            turn = chain.turn + 1, gap_class(self._now - chain.time)
             self._tails.count(chain.length - end)
             self._watched.end(chain.row, self._now, continued=True)
             self._leave_over(chain, chain.length - end)
@@ -306,11 +307,11 @@ class Reuse:
         heappush(self._heap, (self._worth(chain), chain.number))
 
     def _set(self, chain: Chain, slots: SlotArray) -> None:
+        chain.slots = slots
         if chain.gate is not None and not (len(slots) and slots[-1] == chain.gate):
             self._gated.pop(chain.gate, None)
             chain.gate = None
             heappush(self._heap, (self._worth(chain), chain.number))
-        chain.slots = slots
         if len(slots):
             self._cached[chain.number] = chain
             return

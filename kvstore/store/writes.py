@@ -48,7 +48,7 @@ class Writes:
         if BlockStatus.PRESENT in status:
             self._refuse_collisions(rows, status, len(match.slots) - first_block)
         wanted = np.flatnonzero(np.fromiter(map(BlockStatus.YOURS.__eq__, status), np.bool_, len(status)))
-        slots = pool.stage(space, len(wanted), rows.pick(wanted), writer=writer)
+        slots = pool.stage(space, len(wanted), rows.pick(wanted), writer=writer, selective=True)
         for at in wanted[len(slots) :].tolist():
             status[at] = BlockStatus.REFUSED
         if len(slots) < len(wanted):

