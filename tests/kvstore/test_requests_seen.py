@@ -46,9 +46,9 @@ class Watched(LRU):
         self.touches.append(touch)
         super().touch(touch)
 
-    def add(self, slots: SlotArray, parent: int, time: float) -> None:
+    def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
         self.added.append((len(slots), parent))
-        super().add(slots, parent, time)
+        super().add(slots, hashes, parent, time)
 
 
 class Bench:
