@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from kvstore.service.remembered import Remembered
 from kvstore.service.tenants import Tenant
 from kvstore.store import TieredStore, Write
 from kvstore.tiers.client_lock import MOST_CLIENTS
+
+_log = logging.getLogger(__name__)
 
 CLIENTS_MAX = 16_384
 """Of one tenant, those counted that hold nothing for the moment too."""
@@ -237,15 +240,26 @@ class Clients:
             # Who maps the file may have registered again as one that streams: its writes tell.
             maps = client.mapped or any(opened.write.writer for opened in client.writes.values())
             if maps and holds and not alive(client.number):
-                for lease in [lease for lease in self._store.lease_table if lease.owner == client.owner]:
-                    self._store.release(lease, 0)  # nobody knows what it read
-                for opened in list(client.writes.values()):
-                    opened.write.abort()
-                    self.closed(client, opened)
-                self._forget(client)
+                self._let_go(client)
             else:
                 self._end_late_writes(client)
         self._store.reap(alive)
+
+    def _let_go(self, client: Client) -> None:
+        leases = [lease for lease in self._store.lease_table if lease.owner == client.owner]
+        _log.info(
+            "client %d of tenant %r is gone: %d leases and %d writes are given back",
+            client.number,
+            client.tenant.name,
+            len(leases),
+            len(client.writes),
+        )
+        for lease in leases:
+            self._store.release(lease, 0)  # nobody knows what it read
+        for opened in list(client.writes.values()):
+            opened.write.abort()
+            self.closed(client, opened)
+        self._forget(client)
 
     def _end_late_writes(self, client: Client) -> None:
         """Only this loop fills the slots of a streamed write, and it looks first whether that is open."""

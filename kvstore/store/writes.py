@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from kvstore.block import BlockRows, Chain, Residency, Shard, SlotArray, TierName
@@ -13,6 +15,7 @@ from kvstore.store.parts import Parts
 from kvstore.store.write import BlockStatus, Write
 from kvstore.tiers.memory import payload_checksum
 
+_log = logging.getLogger(__name__)
 _STATUS = {
     Residency.READY: BlockStatus.PRESENT,
     Residency.PENDING: BlockStatus.PENDING,
@@ -95,6 +98,13 @@ class Writes:
         for write in self._open.values():
             if now > write.deadline and not write.quarantined:
                 write.expire()
+                if write.writer and len(write.slots):
+                    _log.warning(
+                        "client %d is late with a write of %d blocks: their slots stay quarantined until it "
+                        "says that it has stopped, or ends",
+                        write.writer,
+                        len(write.slots),
+                    )
                 self._drop(write.rows, len(write.slots), DropCause.DEADLINE)
 
     def _over(self, write: Write, rows: BlockRows | None) -> None:
