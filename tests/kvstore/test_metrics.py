@@ -57,6 +57,8 @@ GOLDEN: Samples = {
     'kvstore_tier_healthy{tier="redis"}': 1,
     # The two behind the damaged block, which no request could use.
     'kvstore_unread_bytes{tier="host"}': 2 * PAYLOAD_BYTES,
+    'kvstore_background_failures_total{task="growth"}': 1,
+    'kvstore_background_failures_total{task="tick"}': 1,
 }
 
 

@@ -42,7 +42,7 @@ def percent(workload: Workload, policy: str, blocks: int) -> float:
 # -- server and simulator -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ONLINE)
 @given(asked=st.lists(prompts, min_size=1, max_size=40), capacity=st.integers(1, 16))
 def test_the_pool_and_the_replay_keep_the_same_blocks(
     policy: str, asked: list[list[int]], capacity: int

@@ -215,7 +215,10 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         ),
         ({"KVSTORE_REDIS_URL": "redis://127.0.0.1/?unheard_of=1"}, "/?unheard_of=1 is malformed"),
         ({"KVSTORE_POOL_PATH": "/no/such/folder/pool"}, "whose folder cannot take files (No such file"),
-        ({"KVSTORE_POOL_BYTES": "1000TiB"}, "pool_bytes is 1099511627776000, but"),
+        (
+            {"KVSTORE_POOL_BYTES": "1000TiB", "KVSTORE_EXTENT_BYTES": "1TiB"},
+            "pool_bytes is 1099511627776000, but",
+        ),
         (
             {"KVSTORE_POOL_BYTES": "8KiB", "KVSTORE_EXTENT_BYTES": "8KiB"},
             "does not fit an extent of 8192 bytes",
