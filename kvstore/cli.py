@@ -43,9 +43,9 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag's value
     if wanted:
-        from kvstore.commands.version import describe_version
+        from kvstore.version import PACKAGE, installed_version
 
-        sys.stdout.write(f"{describe_version()}\n")
+        sys.stdout.write(f"{PACKAGE} {installed_version()}\n")
         raise typer.Exit
 
 

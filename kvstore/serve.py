@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from kvstore.assemble import open_host, open_redis, store_options
 from kvstore.config import Config
@@ -32,9 +31,9 @@ from kvstore.settings import LoadedConfig
 from kvstore.store import TieredStore, Tiers
 from kvstore.store.inventory import unread_bytes
 from kvstore.tiers.base import Tier
+from kvstore.version import installed_version
 from kvstore.web.pages import State
 
-PACKAGE = "prefix-kvstore"
 _DRAIN_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 0.1
 """For answers that are on their way; health watches never end by themselves."""
@@ -102,13 +101,6 @@ class _Signals:
         self.stop.set()
 
 
-def _installed_version() -> str:
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 class Sidecar:
     """One server, from its configuration to its end. Used on one event loop."""
 
@@ -125,7 +117,7 @@ class Sidecar:
         In this order, so that a server that cannot be reached leaves the pool of the one before alone.
         """
         self._config = config
-        self._version = _installed_version()
+        self._version = installed_version()
         credentials = None
         if config.tls_cert is not None and config.tls_key is not None:
             credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)

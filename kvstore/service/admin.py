@@ -33,8 +33,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._totals = totals
         self._version = version
         self._began = parts.owner.now()
-        self._block_sizes: dict[str, int] = {}
-        """Of what each pin holds."""
 
     async def GetStatus(  # noqa: N802 - the names in the protocol
         self, request: admin_pb2.GetStatusRequest, context: Context
@@ -96,7 +94,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             try:
                 name = _pin_name(caller, request.name)
                 blocks = self._store.pin(name, chain, shards)
-                self._block_sizes[name] = known.spec.block_size
             except LeaseError as error:
                 raise NotPossibleError(str(error)) from error
             return admin_pb2.PinResponse(tokens=blocks * known.spec.block_size)
@@ -107,7 +104,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async with self._gate.call("Unpin", context, request) as caller:
             require_admin(caller)
             name = _pin_name(caller, request.name)
-            self._block_sizes.pop(name, None)
             return admin_pb2.UnpinResponse(found=self._store.unpin(name))
 
     async def SetQuota(  # noqa: N802
@@ -174,17 +170,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             miss_tokens={str(cause): tokens for cause, tokens in totals.misses.items()},
             tenants=tenants,
             adopted_blocks=store.host.adopted.blocks,
-            pins=[self._pin_report(pin) for pin in store.pins()],
+            pins=list(map(_pin_report, store.pins())),
         )
-
-    def _pin_report(self, pin: PinnedRun) -> admin_pb2.PinReport:
-        tenant, _, name = pin.name.partition("/")
-        tokens = pin.blocks * self._block_sizes[pin.name]
-        return admin_pb2.PinReport(name=name, tenant=tenant, tokens=tokens, bytes=pin.size)
 
 
 def _pin_name(caller: Caller, name: str) -> str:
     return f"{caller.tenant.name}/{name}"
+
+
+def _pin_report(pin: PinnedRun) -> admin_pb2.PinReport:
+    tenant, _, name = pin.name.partition("/")
+    return admin_pb2.PinReport(name=name, tenant=tenant, tokens=pin.tokens, bytes=pin.size)
 
 
 def _pool_report(usage: PoolUsage, limit_bytes: int) -> admin_pb2.PoolReport:

@@ -33,8 +33,8 @@ TIERS = {
     TierName.HOST: types_pb2.TIER_HOST,
     TierName.REDIS: types_pb2.TIER_REDIS,
 }
-_TIER_NAMES: dict[int, TierName] = {value: name for name, value in TIERS.items()}
-_LISTED_TIERS = ", ".join(f"{value} ({name})" for value, name in _TIER_NAMES.items())
+TIER_NAMES: dict[int, TierName] = {value: name for name, value in TIERS.items()}
+_LISTED_TIERS = ", ".join(f"{value} ({name})" for value, name in TIER_NAMES.items())
 
 
 class Parallelism(NamedTuple):
@@ -78,13 +78,13 @@ def shard_of(message: types_pb2.Shard) -> Shard:
 
 def tiers_of(values: list[int]) -> set[TierName] | None:
     """The tiers that a mask names; None when it names none, which means all."""
-    unknown = [value for value in values if value not in _TIER_NAMES]
+    unknown = [value for value in values if value not in TIER_NAMES]
     if unknown:
         raise InvalidRequestError(
             f"tiers holds {unknown[0]}, expected one of {_LISTED_TIERS}; "
             "correct it, or leave tiers out to ask all"
         )
-    return {_TIER_NAMES[value] for value in values} or None
+    return {TIER_NAMES[value] for value in values} or None
 
 
 def hints_of(message: block_pb2.Hints) -> Hints:

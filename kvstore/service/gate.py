@@ -168,7 +168,7 @@ def require_admin(caller: Caller) -> None:
 
 
 def _require_size(request: Message | None) -> None:
-    """GRPC itself lets somewhat more pass, so that who sends too much is told so, and counted."""
+    """LimitError; the transport lets somewhat more pass, so that who sends too much is told, and counted."""
     size = 0 if request is None else request.ByteSize()
     if size > MESSAGE_BYTES:
         raise LimitError(

@@ -9,8 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kvstore.block import Shard, TierName
-from kvstore.service.client.messages import TIER_NAMES
-from kvstore.service.codec import shard_of, spec_of
+from kvstore.service.codec import TIER_NAMES, shard_of, spec_of
 from kvstore.spec import NamespaceSpec
 from kvstore.v1 import admin_pb2, lookup_pb2
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from kvstore.block import Chain, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
 from kvstore.lease import Segment
 from kvstore.pool import BlockPool
-from kvstore.store.local import cut, local_run
+from kvstore.store.local import cut, local_run, slots_in
 from kvstore.store.parts import Parts
 
 _NO_STAMP = 0.0
@@ -18,10 +17,20 @@ _NO_STAMP = 0.0
 
 
 class PinnedRun(NamedTuple):
-    """A name, the blocks of the run that it holds, and their bytes over all ranks."""
+    """A name, the tokens of the run that it holds, and the bytes of their slots over all ranks."""
 
     name: str
-    blocks: int
+    tokens: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """``hashes`` are packed, of the whole prompt; ``segments`` those of all ranks."""
+
+    hashes: bytes
+    tokens: int
+    segments: list[Segment]
     size: int
 
 
@@ -30,56 +39,51 @@ class Pins:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._held: dict[str, tuple[bytes, list[Segment], int]] = {}
+        self._held: dict[str, _Held] = {}
 
     def all(self) -> list[PinnedRun]:
         """What is held now."""
-        return [
-            PinnedRun(name, blocks, sum(self._bytes(part) for part in parts))
-            for name, (_, parts, blocks) in self._held.items()
-        ]
+        return [PinnedRun(name, held.tokens, held.size) for name, held in self._held.items()]
 
     def pin(self, name: str, chain: Chain, shards: tuple[Shard, ...]) -> int:
         """Hold the leading run that is in memory now, over all ranks; its blocks.
 
         The same name holds more of the same prompt when more is there. LeaseError when it holds
-        another prompt, or when pins would hold more than half of the pool.
+        another prompt, or when pins would hold more than half of the pool. Where nothing of the
+        prompt is there, nothing is held, also under that name.
         """
         known = self._held.get(name)
-        if known is not None and known[0] != chain.hashes:
+        if known is not None and known.hashes != chain.hashes:
             raise LeaseError(f"pin {name!r} holds another prompt; unpin it first, or use another name")
         runs = [local_run(self._parts.tiers.memory, chain.rows(shard)) for shard in shards]
         blocks = min(run.blocks for run in runs)
         segments = [segment for run in runs for segment in cut(run.segments, blocks)]
-        held = sum(self._bytes(part) for _, parts, _ in self._held.values() for part in parts)
+        size = sum(map(self._bytes, segments))
+        others = sum(held.size for other, held in self._held.items() if other != name)
         limit = sum(tier.pool.limit_bytes for tier in self._parts.tiers.memory) // 2
-        if held + sum(map(self._bytes, segments)) > limit:
+        if others + size > limit:
             raise LeaseError(
-                f"pins hold {held} bytes, and {name!r} would make it more than {limit}, half of the pool; "
+                f"other pins hold {others} bytes, and {name!r} makes it more than {limit}, half of the pool; "
                 "unpin something, or raise pool_bytes"
             )
         for segment in segments:
             self._pool(segment.tier).pin(segment.slots, _NO_STAMP)
-        if known is not None:
-            self._let_go(known[1])
-        self._held[name] = chain.hashes, segments, blocks
+        self.unpin(name)
+        if blocks:
+            self._held[name] = _Held(chain.hashes, blocks * chain.root.block_size, segments, size)
         return blocks
 
     def unpin(self, name: str) -> bool:
         """Let go of what a name holds; False when it holds nothing."""
         held = self._held.pop(name, None)
-        if held is not None:
-            self._let_go(held[1])
+        for segment in held.segments if held is not None else ():
+            self._pool(segment.tier).unpin(segment.slots)
         return held is not None
 
     def pins(self, tier: TierName) -> SlotArray:
         """All slots that are held in a tier, one entry a pin."""
-        held = [part.slots for _, parts, _ in self._held.values() for part in parts if part.tier is tier]
-        return np.concatenate(held) if held else np.zeros(0, dtype=np.int64)
-
-    def _let_go(self, segments: list[Segment]) -> None:
-        for segment in segments:
-            self._pool(segment.tier).unpin(segment.slots)
+        segments = [segment for held in self._held.values() for segment in held.segments]
+        return slots_in(segments, tier)
 
     def _bytes(self, segment: Segment) -> int:
         extents = self._pool(segment.tier).extents

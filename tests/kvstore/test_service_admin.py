@@ -167,7 +167,7 @@ class TestPins:
 
     def test_nothing_is_there(self, raw: Raw, peer: Peer) -> None:
         assert self.pin(peer, "nothing", tokens_of(3, seed=55)) == 0
-        assert self.unpin(raw, "nothing")
+        assert not self.unpin(raw, "nothing"), "nothing is held, so no name is either"
 
     def test_hashes_do(self, raw: Raw, peer: Peer) -> None:
         assert raw.admin.Pin(admin_pb2.PinRequest(name="h", prompt=peer.hashes(PROMPT))).tokens == 128

@@ -175,3 +175,19 @@ def test_a_server_that_cannot_listen_leaves_the_pool_alone() -> None:
 def resident_bytes(pid: int) -> int:
     fields = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     return int(fields[1]) * 4096
+
+
+def test_a_pin_may_grow_and_nothing_is_held_under_the_name_of_nothing() -> None:
+    with sidecar(pool_bytes="4MiB") as server, dialled(server.address) as raw:
+        peer, pool = raw.register(spec("grown", payload_bytes=100_000)), 4 << 20
+        tokens = tokens_of(16)
+        absent = admin_pb2.PinRequest(name="absent", prompt=peer.prompt(tokens_of(4, seed=9)))
+        assert raw.admin.Pin(absent).tokens == 0
+        assert not raw.admin.Unpin(admin_pb2.UnpinRequest(name="absent")).found
+        for blocks in (12, 16):  # together more than half of the pool
+            peer.write(tokens[: blocks * 16])
+            raw.admin.Pin(admin_pb2.PinRequest(name="long", prompt=peer.prompt(tokens)))
+            [pin] = raw.status().pins
+            assert pin.tokens == blocks * 16
+            assert pin.bytes <= pool // 2
+        assert raw.admin.Unpin(admin_pb2.UnpinRequest(name="long")).found

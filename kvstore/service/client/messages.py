@@ -14,12 +14,11 @@ from kvstore.block import Chain, MissCause, Shard, TierName, Uint64Array
 from kvstore.errors import KVStoreError
 from kvstore.hints import Hints
 from kvstore.service.client.options import Outcome
-from kvstore.service.codec import TIERS, Parallelism, spec_of
+from kvstore.service.codec import TIER_NAMES, Parallelism, spec_of
 from kvstore.spec import NamespaceSpec
 from kvstore.store.write import BlockStatus
 from kvstore.v1 import block_pb2, lookup_pb2, types_pb2
 
-TIER_NAMES = {message: name for name, message in TIERS.items()}
 _STATUSES: dict[int, BlockStatus] = {
     block_pb2.BLOCK_STATUS_PRESENT: BlockStatus.PRESENT,
     block_pb2.BLOCK_STATUS_BEING_WRITTEN: BlockStatus.PENDING,
