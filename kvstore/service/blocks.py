@@ -43,8 +43,6 @@ _STATUSES = {
     BlockStatus.REFUSED: block_pb2.BLOCK_STATUS_REFUSED,
 }
 _WAIT_SECONDS_MAX = 60.0
-RENEWED_MIN = 1024
-"""Ids that a Renew may name whatever the client holds: some may have run out."""
 PREFETCHES_MAX = 256
 """Of one tenant, that wait at the same time."""
 REMEMBERED_REQUESTS = 16_384
@@ -129,12 +127,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
         async with self._gate.call("Renew", context, request, ends=True) as caller:
             client = self._clients.get(caller.tenant, request.client, request.epoch)
             table = self._store.lease_table
-            if len(request.lease_ids) > max(table.held_by(client.owner), RENEWED_MIN):
-                raise LimitError(
-                    Limit.LEASES,
-                    f"{len(request.lease_ids)} leases are to be renewed, client {client.number} holds "
-                    f"{table.held_by(client.owner)}; name those that it holds",
-                )
+            self._clients.admit_renewal(client, len(request.lease_ids))
             self._store.tick()
             lost = []
             for lease_id in request.lease_ids:

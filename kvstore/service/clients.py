@@ -153,6 +153,15 @@ class Clients:
                 "release some, or raise client_leases",
             )
 
+    def admit_renewal(self, client: Client, leases: int) -> None:
+        """LimitError for more leases than a client may hold. Some of those named may have run out."""
+        if leases > self._limits.leases:
+            raise LimitError(
+                Limit.LEASES,
+                f"client {client.number} wants to renew {leases} leases, at most {self._limits.leases} are "
+                "allowed; name those that it holds, or raise client_leases",
+            )
+
     def may_stage(self, client: Client, staged_bytes: int) -> bool:
         """Whether so many more bytes are within the client's limit, and leave others their shares."""
         of_tenant = self._staged[client.tenant.name] + staged_bytes

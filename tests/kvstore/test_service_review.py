@@ -114,6 +114,12 @@ def test_a_renewal_of_millions_costs_the_others_nothing(raw: Raw) -> None:
     assert time.monotonic() - began < 2
 
 
+def test_a_client_whose_many_leases_ran_out_is_told_of_all(raw: Raw) -> None:
+    """As many as it may hold: it cannot know which are left."""
+    peer = raw.register(spec("ran out"))
+    assert peer.renew(*range(100_000, 104_096)) == list(range(100_000, 104_096))
+
+
 def test_pins_are_shown_and_bounded(raw: Raw) -> None:
     peer = raw.register(spec("pinned"))
     peer.write(PROMPT)

@@ -22,11 +22,11 @@ from kvstore.service.client.options import ClientOptions
 from kvstore.service.codec import PROTOCOL_VERSION, Parallelism, spec_message
 from kvstore.spec import NamespaceSpec
 from kvstore.tiers.base import Payload
+from kvstore.tiers.client_lock import MOST_CLIENTS
 from kvstore.tiers.pool_view import ClientNumberTaken, PoolView
 from kvstore.v1 import block_pb2, types_pb2
 
 _log = logging.getLogger(__name__)
-_NUMBERS = 2**31 - 1
 _ROUNDS = 8
 """Registrations before giving up on a server that restarts, or on finding a free number."""
 
@@ -214,4 +214,4 @@ class Sessions:
 
 
 def _draw() -> int:
-    return 1 + secrets.randbelow(_NUMBERS)
+    return 1 + secrets.randbelow(MOST_CLIENTS)
