@@ -13,7 +13,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "epoch", "uptime_seconds", "pool_path", "tiers", "leases", "writes", "clients", "namespaces", "asked_tokens", "hit_tokens", "miss_tokens", "tenants", "adopted_blocks", "pins")
+    __slots__ = ("version", "epoch", "uptime_seconds", "pool_path", "tiers", "leases", "writes", "clients", "namespaces", "asked_tokens", "hit_tokens", "miss_tokens", "tenants", "adopted_blocks", "pins", "what_if")
     class HitTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class GetStatusResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    WHAT_IF_FIELD_NUMBER: _ClassVar[int]
     version: str
     epoch: int
     uptime_seconds: float
@@ -58,7 +59,20 @@ class GetStatusResponse(_message.Message):
     tenants: _containers.RepeatedCompositeFieldContainer[TenantReport]
     adopted_blocks: int
     pins: _containers.RepeatedCompositeFieldContainer[PinReport]
-    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., pool_path: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., leases: _Optional[int] = ..., writes: _Optional[int] = ..., clients: _Optional[int] = ..., namespaces: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., miss_tokens: _Optional[_Mapping[str, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantReport, _Mapping]]] = ..., adopted_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ...) -> None: ...
+    what_if: _containers.RepeatedCompositeFieldContainer[WhatIfReport]
+    def __init__(self, version: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., pool_path: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ..., leases: _Optional[int] = ..., writes: _Optional[int] = ..., clients: _Optional[int] = ..., namespaces: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[_Mapping[str, int]] = ..., miss_tokens: _Optional[_Mapping[str, int]] = ..., tenants: _Optional[_Iterable[_Union[TenantReport, _Mapping]]] = ..., adopted_blocks: _Optional[int] = ..., pins: _Optional[_Iterable[_Union[PinReport, _Mapping]]] = ..., what_if: _Optional[_Iterable[_Union[WhatIfReport, _Mapping]]] = ...) -> None: ...
+
+class WhatIfReport(_message.Message):
+    __slots__ = ("scale", "capacity_bytes", "asked_tokens", "hit_tokens")
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    capacity_bytes: int
+    asked_tokens: int
+    hit_tokens: int
+    def __init__(self, scale: _Optional[float] = ..., capacity_bytes: _Optional[int] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class PinReport(_message.Message):
     __slots__ = ("name", "tenant", "tokens", "bytes")
@@ -85,7 +99,7 @@ class TierReport(_message.Message):
     def __init__(self, tier: _Optional[_Union[_types_pb2.Tier, str]] = ..., healthy: bool = ..., reason: _Optional[str] = ..., pool: _Optional[_Union[PoolReport, _Mapping]] = ...) -> None: ...
 
 class PoolReport(_message.Message):
-    __slots__ = ("limit_bytes", "reserved_bytes", "free_bytes", "staged_bytes", "ready_bytes", "quarantined_bytes", "leased_bytes")
+    __slots__ = ("limit_bytes", "reserved_bytes", "free_bytes", "staged_bytes", "ready_bytes", "quarantined_bytes", "leased_bytes", "unread_bytes")
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +107,7 @@ class PoolReport(_message.Message):
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     limit_bytes: int
     reserved_bytes: int
     free_bytes: int
@@ -100,7 +115,8 @@ class PoolReport(_message.Message):
     ready_bytes: int
     quarantined_bytes: int
     leased_bytes: int
-    def __init__(self, limit_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ...) -> None: ...
+    unread_bytes: int
+    def __init__(self, limit_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., quarantined_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., unread_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantReport(_message.Message):
     __slots__ = ("name", "share_bytes", "ready_bytes")

@@ -84,20 +84,22 @@ class RegisterNamespaceResponse(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., pool_path: _Optional[str] = ..., payload_bytes: _Optional[_Iterable[int]] = ..., siblings: _Optional[_Iterable[_Union[NamespaceSpec, _Mapping]]] = ..., lease_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("client", "epoch", "request_id", "prompt", "wait_seconds", "hints")
+    __slots__ = ("client", "epoch", "request_id", "prompt", "wait_seconds", "hints", "first_block")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     request_id: str
     prompt: _types_pb2.Prompt
     wait_seconds: float
     hints: Hints
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
+    first_block: int
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class Hints(_message.Message):
     __slots__ = ("ended", "priority", "idle_seconds")
@@ -158,18 +160,20 @@ class RenewResponse(_message.Message):
     def __init__(self, lost_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("client", "epoch", "lease_id", "used_blocks", "compared_blocks")
+    __slots__ = ("client", "epoch", "lease_id", "used_blocks", "compared_blocks", "hints")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COMPARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     lease_id: int
     used_blocks: int
     compared_blocks: int
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., used_blocks: _Optional[int] = ..., compared_blocks: _Optional[int] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., used_blocks: _Optional[int] = ..., compared_blocks: _Optional[int] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ()
@@ -204,16 +208,18 @@ class BeginWriteResponse(_message.Message):
     def __init__(self, write_id: _Optional[int] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CommitWriteRequest(_message.Message):
-    __slots__ = ("client", "epoch", "write_id", "checksums")
+    __slots__ = ("client", "epoch", "write_id", "checksums", "hints")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WRITE_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     client: int
     epoch: int
     write_id: int
     checksums: bytes
-    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., write_id: _Optional[int] = ..., checksums: _Optional[bytes] = ...) -> None: ...
+    hints: Hints
+    def __init__(self, client: _Optional[int] = ..., epoch: _Optional[int] = ..., write_id: _Optional[int] = ..., checksums: _Optional[bytes] = ..., hints: _Optional[_Union[Hints, _Mapping]] = ...) -> None: ...
 
 class CommitWriteResponse(_message.Message):
     __slots__ = ("blocks",)
