@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -14,7 +15,16 @@ from kvstore.evict.base import Evictor, Occupancy
 from kvstore.extents import Extent, extents_in
 from kvstore.pool import BlockPool
 from kvstore.tiers.base import Payload
+from kvstore.tiers.device_pin import pinned_pool
 from kvstore.tiers.memory import MemoryTier
+
+_PAGE_BYTES = 2**21
+
+
+def free_share(device: torch.device, share: float) -> int:
+    """``share`` of the bytes that are free on a CUDA device now, in whole pages."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * share) // _PAGE_BYTES * _PAGE_BYTES
 
 
 class DeviceTier(MemoryTier):
@@ -32,13 +42,20 @@ class DeviceTier(MemoryTier):
         self._memory = _TensorMemory(device, pool_bytes, extent_bytes)
         pool = BlockPool(self._memory, make_evictor)
         super().__init__(TierName.DEVICE, pool, _TensorCopies(self._memory), clock)
+        self._pins = ExitStack()
 
     @property
     def tensor(self) -> torch.Tensor:
         """All of the tier's memory: uint8, shape (bytes,)."""
         return self._memory.tensor
 
+    def pin(self, host_memory: Payload) -> None:
+        """Have a GPU's own DMA reach this memory until ``close``; of no effect where there is no GPU."""
+        if self.tensor.device.type == "cuda":
+            self._pins.enter_context(pinned_pool(host_memory))
+
     def close(self) -> None:
+        self._pins.close()
         self._memory.tensor = torch.empty(0, dtype=torch.uint8)
 
 
@@ -78,13 +95,38 @@ class _TensorMemory:
 
 
 class _TensorCopies:
+    """On a GPU: DMA on a stream of its own, which waits for what the model's stream has been given.
+
+    A slot that is read may still be computed, and one that is written may still be read by a kernel.
+    """
+
     def __init__(self, memory: _TensorMemory) -> None:
         self._memory = memory
+        self._stream: torch.cuda.Stream | None = None
+        self._begun = False
+        if memory.tensor.device.type == "cuda":
+            self._stream = torch.cuda.Stream(memory.tensor.device)  # type: ignore[no-untyped-call]
 
     def copy_out(self, offset: int, target: Payload) -> None:
-        torch.from_numpy(target).copy_(self._memory.tensor[offset : offset + len(target)])
+        self._copy(torch.from_numpy(target), self._memory.tensor[offset : offset + len(target)])
 
     def copy_in(self, offset: int, source: Payload) -> None:
         # torch takes no view of memory that it may not write to.
         ours = source if source.flags.writeable else source.copy()
-        self._memory.tensor[offset : offset + len(source)].copy_(torch.from_numpy(ours))
+        self._copy(self._memory.tensor[offset : offset + len(source)], torch.from_numpy(ours))
+
+    def finish(self) -> None:
+        if self._stream is not None and self._begun:
+            self._begun = False
+            self._stream.record_event().synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._stream is None:
+            target.copy_(source)
+            return
+        if not self._begun:
+            self._begun = True
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            # Without waiting where the host's side is pinned (``device_cuda.pinned``).
+            target.copy_(source, non_blocking=True)

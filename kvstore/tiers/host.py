@@ -104,3 +104,6 @@ class _MappedCopies:
 
     def copy_in(self, offset: int, source: Payload) -> None:
         np.copyto(self._file.data[offset : offset + len(source)], source)
+
+    def finish(self) -> None:
+        """Copies are over when they return."""

@@ -21,13 +21,19 @@ Offsets = NDArray[np.int64]
 
 
 class CopyEngine(Protocol):
-    """Moves bytes between a tier's own memory and host-visible memory, both by byte offset."""
+    """Moves bytes between a tier's own memory and host-visible memory, both by byte offset.
+
+    Copies that were begun are over when ``finish`` returns, in the order in which they were asked.
+    """
 
     def copy_out(self, offset: int, target: Payload) -> None:
-        """Fill ``target`` from the tier's bytes at ``offset``."""
+        """Begin to fill ``target`` from the tier's bytes at ``offset``."""
 
     def copy_in(self, offset: int, source: Payload) -> None:
-        """Write ``source`` to the tier's bytes at ``offset``."""
+        """Begin to write ``source`` to the tier's bytes at ``offset``."""
+
+    def finish(self) -> None:
+        """Wait for the copies that were begun, and for nothing else."""
 
 
 def payload_checksum(payload: Payload) -> int:
@@ -111,20 +117,24 @@ class MemoryTier(ABC):
     def read_slot(self, slot: int, target: Payload) -> None:
         """Copy the payload in a slot out."""
         self._copies.copy_out(int(self.pool.extents.offsets(np.array([slot]))[0]), target)
+        self._copies.finish()
 
     def write_slot(self, slot: int, source: Payload) -> None:
         """Copy a payload into a staged slot."""
         self._copies.copy_in(int(self.pool.extents.offsets(np.array([slot]))[0]), source)
+        self._copies.finish()
 
     def read_slots(self, slots: SlotArray, size: int, memory: Payload, offsets: Offsets) -> None:
         """Copy ``size`` bytes of each slot to ``memory`` at ``offsets``, in as few copies as fit."""
         for ours, theirs, length in copy_runs(self.pool.extents.offsets(slots), offsets, size):
             self._copies.copy_out(ours, memory[theirs : theirs + length])
+        self._copies.finish()
 
     def write_slots(self, slots: SlotArray, size: int, memory: Payload, offsets: Offsets) -> None:
         """Copy ``size`` bytes from ``memory`` at ``offsets`` into each staged slot."""
         for ours, theirs, length in copy_runs(self.pool.extents.offsets(slots), offsets, size):
             self._copies.copy_in(ours, memory[theirs : theirs + length])
+        self._copies.finish()
 
     def _load_one(self, row: BlockRows, target: Payload) -> tuple[MissCause | None, int]:
         match = self.pool.match(row)

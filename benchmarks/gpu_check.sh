@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in under eight minutes: the tests marked gpu, the sanitizer on the kernels, the
+# benchmark. Wants an environment with the gpu, prefill and dev extras; OUT is where results go.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=.
+python=${PYTHON:-python3}
+out=${OUT:-build/gpu}
+mkdir -p "$out"
+status=0
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.txt"
+timeout 150 "$python" -m pytest -m gpu tests/gpu -q -rs 2>&1 | tee "$out/tests.txt" || status=1
+if command -v compute-sanitizer >/dev/null; then
+    timeout 120 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        "$python" -m pytest -m gpu tests/gpu/test_gpu_copies.py -q -k "kernels and apart" 2>&1 |
+        tee "$out/sanitizer.txt" || status=1
+else
+    echo "compute-sanitizer is not installed: not run" | tee "$out/sanitizer.txt"
+fi
+timeout 200 "$python" benchmarks/gpu.py --json >"$out/gpu.json" 2>"$out/gpu.err" || status=1
+cat "$out/gpu.json" "$out/gpu.err"
+exit "$status"
