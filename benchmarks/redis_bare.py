@@ -66,18 +66,26 @@ class BareSocket:
                 size = len(header) + len(payload)
                 lead = b"*5\r\n$3\r\nSET\r\n%b$%d\r\n%b" % (bulk_string(key), size, header)
                 pieces += [memoryview(lead), payload.data, memoryview(_EXPIRY)]
-            self._send(pieces)
+            self._send_all(pieces)
             self._take(len(_OK) * unanswered)
             unanswered = len(keys[start : start + batch])
         self._take(len(_OK) * unanswered)
 
     def ask(self, command: bytes, reply: bytes) -> None:
         """A command whose reply is known."""
+        self.send(command)
+        self.expect(reply)
+
+    def send(self, command: bytes) -> None:
+        """Commands, made beforehand."""
         self._socket.sendall(command)
-        got = self._socket.recv(len(reply), socket.MSG_WAITALL)
+
+    def expect(self, reply: bytes) -> None:
+        """Replies that are known; none may be due."""
+        got = self._socket.recv(len(reply), socket.MSG_WAITALL) if reply else b""
         assert got == reply, (got, reply)
 
-    def _send(self, pieces: list[memoryview]) -> None:
+    def _send_all(self, pieces: list[memoryview]) -> None:
         while pieces:
             sent = self._socket.sendmsg(pieces)
             while pieces and sent >= len(pieces[0]):

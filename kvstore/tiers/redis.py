@@ -19,17 +19,17 @@ from kvstore.tiers.redis_cluster import EXPECTED_ERRORS, Cluster
 from kvstore.tiers.redis_commands import (
     Arrival,
     Outcome,
-    RowKeys,
     Values,
     fetch,
     forget,
-    growing_match,
     judge,
     refresh,
     store,
 )
 from kvstore.tiers.redis_connection import Address, ServerKind, read_url
-from kvstore.tiers.redis_exchange import Exchanges
+from kvstore.tiers.redis_exchange import Exchanges, LookUp
+from kvstore.tiers.redis_keys import RowKeys
+from kvstore.tiers.redis_match import WarmSegments, growing_match
 from kvstore.tiers.redis_node import Lane, Node
 from kvstore.tiers.redis_topology import OneServer, Topology
 from kvstore.tiers.redis_value import MAX_HEADER_BYTES, header_bytes
@@ -40,14 +40,15 @@ from kvstore.tiers.redis_wire import Clock, ErrorReply, Wire
 class RedisOptions:
     """How to reach Redis, and how to keep blocks there.
 
-    ``connections`` to each server carry payloads; look-ups have one more to themselves. A key that is
-    not read for ``ttl_seconds`` expires.
+    ``connections`` to each server carry payloads; look-ups have ``probe_connections`` to themselves. A
+    key that is not read for ``ttl_seconds`` expires.
     """
 
     url: str
     prefix: str = "kv"
     ttl_seconds: float = 86_400.0
     connections: int = 2
+    probe_connections: int = 1
     connect_timeout_seconds: float = 2.0
     max_payload_bytes: int = 256 * 2**20
 
@@ -55,6 +56,7 @@ class RedisOptions:
         for name, least in (
             ("ttl_seconds", 1),
             ("connections", 1),
+            ("probe_connections", 1),
             ("connect_timeout_seconds", 0.001),
             ("max_payload_bytes", 1),
         ):
@@ -79,6 +81,7 @@ class RedisTier:
         self._max_payload_bytes = options.max_payload_bytes
         self._topology = _topology_of(options, clock)
         self._exchanges = Exchanges(self._topology)
+        self._warm = WarmSegments()
 
     @property
     def name(self) -> TierName:
@@ -94,12 +97,13 @@ class RedisTier:
 
     def match(self, rows: BlockRows, deadline: float) -> TierMatch:
         """The leading run whose keys exist; at the deadline, as much of it as is known."""
-        keys = RowKeys(self._prefix, rows)
+        keys = RowKeys(self._prefix, rows, segments_at_once=self._topology.segments_at_once)
         run = TierMatch(0, None)
-        for run in growing_match(  # noqa: B007  the last one counts
-            lambda spans: self._exchanges.counts(keys, spans, deadline), keys.segments()
-        ):
-            pass
+        with LookUp(self._topology, keys, deadline) as look_up:
+            warm = self._warm.run_of(rows)
+            for run in growing_match(look_up.counts, keys, warm):  # noqa: B007  the last one counts
+                pass
+        self._warm.note(rows, run)
         return run
 
     def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
@@ -168,7 +172,7 @@ def _topology_of(options: RedisOptions, clock: Clock) -> Topology:
     def open_node(address: Address | None, expected_errors: Set[str] = frozenset()) -> Node:
         return Node(
             partial(servers.connection, address),
-            bulk_connections=options.connections,
+            connections={Lane.PROBE: options.probe_connections, Lane.BULK: options.connections},
             connect_timeout_seconds=options.connect_timeout_seconds,
             clock=clock,
             expected_errors=expected_errors,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.block import HASH_BYTES
 from kvstore.tiers.base import TierStatus
-from kvstore.tiers.redis_commands import slot_ranges, tag_runs
+from kvstore.tiers.redis_commands import slot_ranges
 from kvstore.tiers.redis_connection import Address, SlotRange, read_slots, slot_of
+from kvstore.tiers.redis_keys import tag_runs
 from kvstore.tiers.redis_node import Lane, Node
 from kvstore.tiers.redis_topology import Route, Share
 from kvstore.tiers.redis_wire import Clock, ErrorReply
@@ -30,6 +31,9 @@ class Cluster:
     The slots are asked for on a thread of its own, one at a time: when they are not known yet, when a
     node says that one is elsewhere, and when a node does not answer. Meanwhile what is known is used.
     """
+
+    # Each has a slot of its own.
+    segments_at_once = 1
 
     def __init__(self, seeds: Sequence[Address], open_node: Callable[[Address], Node], clock: Clock) -> None:
         self._seeds = seeds

@@ -1,4 +1,4 @@
-"""What the redis tier says to one server: which keys exist, give them, take them, forget them.
+"""What the redis tier says to one server about values: give them, take them, forget them.
 
 Everything here speaks over a ``Wire`` that somebody else opened, and raises its OSErrors. The wire is
 in step again when a function returns, and when a generator has been run to its end.
@@ -6,20 +6,18 @@ in step again when a function returns, and when a generator has been run to its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
-from kvstore.block import HASH_BYTES, BlockRows, MissCause
-from kvstore.tiers.base import Payload, SaveOutcome, TierMatch
+from kvstore.block import BlockRows, MissCause
+from kvstore.tiers.base import Payload, SaveOutcome
+from kvstore.tiers.redis_keys import RowKeys
 from kvstore.tiers.redis_value import (
     HEADER_ALIGNMENT,
     MAX_HEADER_BYTES,
-    block_key,
-    pack_header,
+    Headers,
     parse_header,
     verify_value,
     wrong_size,
@@ -30,110 +28,8 @@ from kvstore.tiers.redis_wire import ErrorReply, Reply, StreamError, Wire, bulk_
 # pile up in its memory and fall out of the caches before it is sent.
 _WINDOW_BYTES = 2 * 2**20
 _WINDOW_BLOCKS = 64
-_SPANS_AT_ONCE = 8
+_SHORTEST_REPLY_BYTES = 4
 _REFRESH_BELOW = 0.75
-
-Span = tuple[int, int]
-"""Half-open range of blocks."""
-
-
-def tag_runs(tags: bytes) -> list[Span]:
-    """Packed segment tags, cut where one differs from the one before."""
-    if not tags:
-        return []
-    halves = np.frombuffer(tags, dtype=np.uint64)
-    changes = np.flatnonzero(halves[2:] != halves[:-2])
-    cuts = sorted({change // 2 + 1 for change in changes.tolist()})
-    return list(pairwise([0, *cuts, len(tags) // HASH_BYTES]))
-
-
-class RowKeys:
-    """The keys of some rows, as the server reads them."""
-
-    def __init__(self, prefix: str, rows: BlockRows) -> None:
-        self._rows = rows
-        self._start = b""
-        if len(rows):
-            whole = bulk_string(block_key(prefix, rows, 0))
-            self._start = whole[: whole.index(b"{") + 1]
-
-    def key(self, block: int) -> bytes:
-        """One key as an argument of a command."""
-        return b"%b%b\r\n" % (self._lead(block), self._rows.hash_at(block).hex().encode())
-
-    def tag(self, block: int) -> bytes:
-        """The segment that a block is in."""
-        return self._rows.tag_at(block)
-
-    def segments(self) -> list[Span]:
-        """The rows, cut where the segment tag changes: a command must not span two of them."""
-        return tag_runs(self._rows.tags)
-
-    def variadic(self, name: bytes, span: Span) -> bytes:
-        """A command over the keys of a span within one segment."""
-        start, stop = span
-        lead = self._lead(start)
-        hashes = self._rows.hashes[start * HASH_BYTES : stop * HASH_BYTES].hex("|", HASH_BYTES).encode()
-        keys = hashes.replace(b"|", b"\r\n" + lead)
-        return b"*%d\r\n%b%b%b\r\n" % (1 + stop - start, bulk_string(name), lead, keys)
-
-    def _lead(self, block: int) -> bytes:
-        """All that comes before the hash: the same for a whole segment."""
-        return b"%b%b}:" % (self._start, self._rows.tag_at(block).hex().encode())
-
-
-def count(wire: Wire, keys: RowKeys, spans: Sequence[Span]) -> Iterator[int | ErrorReply]:
-    """How many keys of each span exist. A span lies within one segment."""
-    for start in range(0, len(spans), _SPANS_AT_ONCE):
-        # The server looks these up while the next ones are put into words.
-        asked = spans[start : start + _SPANS_AT_ONCE]
-        wire.send([wire.preface + keys.variadic(b"EXISTS", span) for span in asked])
-    for _ in spans:
-        yield _number(wire.read_reply())
-
-
-Counts = Callable[[Sequence[Span]], Sequence[int | MissCause]]
-"""Answers for spans, each within one segment: how many of their keys exist, or why that is not known."""
-
-
-def growing_match(counts: Counts, segments: Sequence[Span]) -> Iterator[TierMatch]:
-    """Leading runs that exist, none shorter than the one before; the cause of the last one is final.
-
-    The first segment is asked for alone, so that a cold prompt costs one small command; then all
-    others in one round; then the first incomplete one is searched.
-    """
-    for asked in (segments[:1], segments[1:]):
-        if not asked:
-            return
-        for (start, stop), present in zip(asked, counts(asked), strict=True):
-            if present != stop - start:
-                yield from _search(counts, start, present)
-                return
-            yield TierMatch(stop, None)
-
-
-def _search(counts: Counts, start: int, present: int | MissCause) -> Iterator[TierMatch]:
-    """Longer and longer runs from ``start`` on, in a segment of whose keys only ``present`` exist.
-
-    The first guess is that these are the first ones, since heads outlive tails; then bisection.
-    """
-    if isinstance(present, MissCause):
-        yield TierMatch(start, present)
-        return
-    low, high = start, start + present
-    guess = high
-    while low < high:
-        (found,) = counts([(low, guess)])
-        if isinstance(found, MissCause):
-            yield TierMatch(low, found)
-            return
-        if found == guess - low:
-            low = guess
-            yield TierMatch(low, None)
-        else:
-            high = min(guess - 1, low + found)
-        guess = (low + high + 1) // 2
-    yield TierMatch(low, MissCause.COLD)
 
 
 class Arrival(NamedTuple):
@@ -158,15 +54,19 @@ def fetch(
     """
     scratch = memoryview(bytearray(MAX_HEADER_BYTES))
     ahead = _window_blocks(destinations)
-    asked = 0
+    asked = likely = 0
     request = b"%b*2\r\n$3\r\nGET\r\n%%b%b*2\r\n$4\r\nPTTL\r\n%%b" % (wire.preface, wire.preface)
     for done, destination in enumerate(destinations):
         if asked - done <= ahead // 2 and asked < len(destinations):
             upto = min(done + ahead, len(destinations))
             named = map(keys.key, blocks[asked:upto])
-            wire.send([b"".join(request % (key, key) for key in named)])
+            wire.send([b"".join([request % (key, key) for key in named])])
             asked = upto
-        head, checksum = _fetch_one(wire, destination.data, scratch)
+        surely = _SHORTEST_REPLY_BYTES * (1 + 2 * (asked - done - 1))
+        # Most values are as long as the one before.
+        size = likely if wire.take(b"$%d\r\n" % likely) else wire.read_bulk_size()
+        likely = size if isinstance(size, int) else likely
+        head, checksum = _fetch_one(wire, size, destination.data, scratch, surely)
         ttl = wire.read_reply()
         yield Arrival(head, checksum, ttl if isinstance(ttl, int) else None)
 
@@ -177,9 +77,9 @@ def _window_blocks(payloads: Sequence[Payload]) -> int:
 
 
 def _fetch_one(
-    wire: Wire, destination: memoryview, scratch: memoryview
+    wire: Wire, size: int | ErrorReply | None, destination: memoryview, scratch: memoryview, surely: int
 ) -> tuple[bytes | MissCause | ErrorReply, int]:
-    size = wire.read_bulk_size()
+    """The head of a value of this size and the checksum of the rest, which goes to its destination."""
     if size is None:
         return MissCause.COLD, 0
     if isinstance(size, ErrorReply):
@@ -187,9 +87,7 @@ def _fetch_one(
     before = size - len(destination)
     if HEADER_ALIGNMENT <= before <= MAX_HEADER_BYTES:
         digest = xxhash.xxh3_64()
-        wire.read_part(scratch[:before])
-        wire.read_part(destination, tap=digest.update)
-        wire.end_bulk()
+        wire.read_string(scratch[:before], destination, digest.update, surely=surely)
         return bytes(scratch[:before]), digest.intdigest()
     head = scratch[: min(size, MAX_HEADER_BYTES)]
     wire.read_part(head)
@@ -207,10 +105,18 @@ def judge(
     rows: BlockRows, blocks: Sequence[int], destinations: Sequence[Payload], arrivals: Sequence[Arrival]
 ) -> list[Outcome]:
     """What became of each block that arrived; ``arrivals`` may be shorter than ``blocks``."""
-    return [
-        verify_value(rows, block, head, destination, checksum) if isinstance(head, bytes) else head
-        for block, destination, (head, checksum, _) in zip(blocks, destinations, arrivals, strict=False)
-    ]
+    knows_all = rows.tokens is not None and rows.fingerprints is not None
+    headers = Headers(rows) if knows_all else None
+    outcomes: list[Outcome] = []
+    for block, destination, (head, checksum, _) in zip(blocks, destinations, arrivals, strict=False):
+        if not isinstance(head, bytes):
+            outcomes.append(head)
+        elif headers is not None and head == headers.header(block, len(destination), checksum):
+            # Word for word what this version writes before these very bytes.
+            outcomes.append(checksum)
+        else:
+            outcomes.append(verify_value(rows, block, head, destination, checksum))
+    return outcomes
 
 
 def refresh(
@@ -233,12 +139,17 @@ def _is_due(left_ms: int | None, ttl_ms: int) -> bool:
     return left_ms is not None and left_ms < _REFRESH_BELOW * ttl_ms
 
 
-class Values(NamedTuple):
-    """What to store: the rows, with their payloads and the payloads' xxh3_64."""
+class Values:
+    """What to store: the rows, with their payloads and the payloads' xxh3_64. Not thread-safe."""
 
-    rows: BlockRows
-    payloads: Sequence[Payload]
-    checksums: Sequence[int]
+    def __init__(self, rows: BlockRows, payloads: Sequence[Payload], checksums: Sequence[int]) -> None:
+        self.payloads = payloads
+        self._checksums = checksums
+        self._headers = Headers(rows)
+
+    def header(self, block: int) -> bytes:
+        """What comes before a block's payload."""
+        return self._headers.header(block, len(self.payloads[block]), self._checksums[block])
 
 
 def store(
@@ -270,7 +181,7 @@ def _set_request(
     keys: RowKeys, values: Values, block: int, ends: tuple[bytes, bytes]
 ) -> Iterator[bytes | memoryview]:
     payload = values.payloads[block]
-    header = pack_header(values.rows, block, len(payload), values.checksums[block])
+    header = values.header(block)
     size = len(header) + len(payload)
     yield b"%b*5\r\n$3\r\nSET\r\n%b$%d\r\n%b" % (ends[0], keys.key(block), size, header)
     yield payload.data
@@ -279,6 +190,9 @@ def _set_request(
 
 def _save_outcomes(wire: Wire, blocks: int) -> Iterator[SaveOutcome | ErrorReply]:
     for _ in range(blocks):
+        if wire.take(b"+OK\r\n"):
+            yield SaveOutcome.STORED
+            continue
         reply = wire.read_reply()
         if isinstance(reply, ErrorReply):
             yield reply
@@ -293,7 +207,7 @@ def forget(wire: Wire, keys: RowKeys, blocks: Sequence[int]) -> Iterator[int | E
     request = wire.preface + b"*2\r\n$6\r\nUNLINK\r\n%b"
     wire.send([b"".join(request % keys.key(block) for block in blocks)])
     for _ in blocks:
-        yield _number(wire.read_reply())
+        yield read_number(wire)
 
 
 def slot_ranges(wire: Wire) -> list[Reply] | ErrorReply:
@@ -315,7 +229,9 @@ def memory_policy(wire: Wire) -> dict[str, str] | None:
     return dict(zip(words[::2], words[1::2], strict=False))
 
 
-def _number(reply: Reply) -> int | ErrorReply:
+def read_number(wire: Wire) -> int | ErrorReply:
+    """The next reply, to a command that is answered with a number."""
+    reply = wire.read_reply()
     if isinstance(reply, int | ErrorReply):
         return reply
     raise StreamError(f"got {reply!r:.32}, expected a number; is this a Redis server?")

@@ -40,8 +40,8 @@ if os.getppid() == int(sys.argv[1]):
 class EmbeddedRedis:
     """A server process on 127.0.0.1 that belongs to this object. Use ``start``, then ``close``.
 
-    It keeps nothing on disk and evicts by itself when full. Linux ends it when the *thread* that
-    started it ends, so start it from one that lives as long as it is needed.
+    It keeps nothing on disk and evicts by itself when full. No signal of a terminal reaches it. Linux
+    ends it when the *thread* that started it ends, so start it from one that lives as long as it is needed.
     """
 
     def __init__(
@@ -179,6 +179,8 @@ def _launch(binary: Path, options: Mapping[str, str], directory: Path) -> subpro
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            # What a terminal sends to its group, such as Ctrl-C, is for us alone: we go on to need it.
+            start_new_session=True,
         )
 
 

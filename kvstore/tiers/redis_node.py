@@ -6,9 +6,11 @@ import logging
 import threading
 from _thread import start_new_thread
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
+from typing import NamedTuple
 
 from kvstore.tiers.base import TierStatus
 from kvstore.tiers.breaker import Breaker
@@ -20,6 +22,7 @@ from kvstore.tiers.redis_wire import Clock, StreamError, Wire
 logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = 0.5
+_AT_ONCE = float("-inf")
 
 
 class Lane(Enum):
@@ -37,12 +40,23 @@ class BusyError(TimeoutError):
     """No connection came free in time. Says nothing about the server."""
 
 
+class NotReadyError(OSError):
+    """No connection was free at once, and the caller did not want to wait for one."""
+
+
 class ConnectError(ConnectionError):
     """A connection that this call waited for could not be made."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(str(cause))
         self.kind = _error_kind(cause)
+
+
+class Loan(NamedTuple):
+    """A connection that is lent: ``end`` it with what went wrong, or None, exactly once."""
+
+    wire: Wire
+    end: Callable[[BaseException | None], None]
 
 
 class _Slots:
@@ -68,17 +82,17 @@ class Node:
         self,
         new_connection: Callable[[], WiredConnection],
         *,
-        bulk_connections: int,
+        connections: Mapping[Lane, int],
         connect_timeout_seconds: float,
         clock: Clock,
         expected_errors: Set[str] = frozenset(),
     ) -> None:
-        """``expected_errors`` as in ``ErrorLog``."""
+        """``connections`` is the most of each lane; ``expected_errors`` as in ``ErrorLog``."""
         self._new_connection = new_connection
         self._connect_timeout = connect_timeout_seconds
         self._clock = clock
         self._place = new_connection().place
-        self._lanes = {Lane.PROBE: _Slots(1), Lane.BULK: _Slots(bulk_connections)}
+        self._lanes = {lane: _Slots(limit) for lane, limit in connections.items()}
         self._breaker = Breaker()
         self._errors = ErrorLog(self._place, clock, expected_errors)
         self._last_error = ""
@@ -123,25 +137,52 @@ class Node:
     def borrow(self, lane: Lane, deadline: float) -> Iterator[Wire]:
         """A wire in step with the server, for one exchange that ends by ``deadline``.
 
+        Raises as ``lend`` does. An exception in the exchange closes the connection.
+        """
+        loan = self.lend(lane, deadline)
+        error: BaseException | None = None
+        try:
+            yield loan.wire
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            loan.end(error)
+
+    def lend(self, lane: Lane, deadline: float, *, patient: bool = True) -> Loan:
+        """The same, until whoever borrows ends the loan.
+
         Raises NodeDownError at once while the server is given up, else what went wrong with the
-        connection, as an OSError. An exception in the exchange closes the connection.
+        connection, as an OSError. Without patience, NotReadyError when there is none at once; it is
+        then being made, and nothing has gone wrong.
         """
         slots = self._lanes[lane]
         is_probe = self._admit(deadline)
         connection: WiredConnection | None = None
-        intact = False
         try:
-            connection = self._take(slots, deadline, is_probe=is_probe)
+            connection = self._take(slots, deadline if patient else _AT_ONCE, is_probe=is_probe)
             connection.wire.begin(deadline)
-            yield connection.wire
-            intact = True
-            if connection.wire.replies:
-                self._succeeded()
-        except OSError as error:
-            self._failed(error, connection, is_probe=is_probe)
+        except BaseException as error:
+            if not patient and isinstance(error, TimeoutError):
+                self._give_back(slots, connection, intact=False, is_probe=is_probe)
+                raise NotReadyError(f"redis {self._place}: no connection is free at once") from None
+            self._end(slots, connection, error, is_probe=is_probe)
             raise
-        finally:
-            self._give_back(slots, connection, intact=intact, is_probe=is_probe)
+        return Loan(connection.wire, partial(self._end, slots, connection, is_probe=is_probe))
+
+    def _end(
+        self,
+        slots: _Slots,
+        connection: WiredConnection | None,
+        error: BaseException | None,
+        *,
+        is_probe: bool,
+    ) -> None:
+        if error is None and connection is not None and connection.wire.replies:
+            self._succeeded()
+        elif isinstance(error, OSError):
+            self._failed(error, connection, is_probe=is_probe)
+        self._give_back(slots, connection, intact=error is None, is_probe=is_probe)
 
     def renew(self) -> bool:
         """Connect anew from now on, to whoever is found then; False when that was done a moment ago."""

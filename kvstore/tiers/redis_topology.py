@@ -26,6 +26,10 @@ Share = tuple[Node, Sequence[int]]
 class Topology(Protocol):
     """The servers of one URL. Thread-safe."""
 
+    @property
+    def segments_at_once(self) -> int:
+        """How many segments one command may name."""
+
     def shares(self, tags: bytes, deadline: float) -> list[Share]:
         """Who has the blocks of these segments, ``HASH_BYTES`` each; the node of the first one first.
 
@@ -52,6 +56,9 @@ class Topology(Protocol):
 
 class OneServer:
     """A single server, also one that Sentinel or a name in DNS points to: who that is may change."""
+
+    # A command of so many keys takes a server some 50 us, for which others have to wait.
+    segments_at_once = 4
 
     def __init__(self, node: Node) -> None:
         self._node = node

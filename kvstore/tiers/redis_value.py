@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgpack
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from kvstore.block import BlockRows, MissCause, Shard
 from kvstore.errors import NamespaceError
@@ -89,33 +89,55 @@ def header_bytes(block_size: int) -> int:
     return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
 
 
-def pack_header(rows: BlockRows, block: int, payload_bytes: int, checksum: int) -> bytes:
-    """Header of one block, to go right before its payload; ``rows`` must carry tokens and fingerprints."""
-    assert rows.tokens is not None, "a value holds its tokens, so that readers can compare them"
-    assert rows.fingerprints is not None, "a value holds its fingerprint, so that readers can compare it"
-    length = header_bytes(rows.tokens.shape[1])
-    if length > MAX_HEADER_BYTES:
-        raise NamespaceError(
-            f"a header for {rows.tokens.shape[1]} tokens takes {length} bytes, expected at most "
-            f"{MAX_HEADER_BYTES}; use a smaller block size"
+class Headers:
+    """The headers of some rows' values. ``rows`` must carry tokens and fingerprints. Not thread-safe."""
+
+    def __init__(self, rows: BlockRows) -> None:
+        assert rows.tokens is not None, "a value holds its tokens, so that readers can compare them"
+        assert rows.fingerprints is not None, "a value holds its fingerprint, so that readers can compare it"
+        block_size = rows.tokens.shape[1]
+        self._length = header_bytes(block_size)
+        if self._length > MAX_HEADER_BYTES:
+            raise NamespaceError(
+                f"a header for {block_size} tokens takes {self._length} bytes, expected at most "
+                f"{MAX_HEADER_BYTES}; use a smaller block size"
+            )
+        self._rows = rows
+        self._shard = str(rows.shard)
+        self._token_bytes = 4 * block_size
+        self._tokens = rows.tokens.astype("<u4", copy=False).tobytes()
+        self._indexes = rows.indexes.tolist()
+        self._fingerprints = rows.fingerprints.tolist()
+        self._pack = msgpack.Packer().pack
+        self._start = _FIXED.pack(MAGIC, VERSION, self._length, 0)[:_CHECKED_BEFORE]
+
+    def header(self, block: int, payload_bytes: int, checksum: int) -> bytes:
+        """Header of one block, to go right before its payload, whose xxh3_64 is ``checksum``."""
+        rows, token = self._rows, block * self._token_bytes
+        fields: bytes = self._pack(
+            {
+                "namespace": rows.namespace,
+                "shard": self._shard,
+                "parent": rows.parent_at(block),
+                "segment_tag": rows.tag_at(block),
+                "block_index": self._indexes[block],
+                "token_ids": self._tokens[token : token + self._token_bytes],
+                "fingerprint": self._fingerprints[block],
+                "payload_bytes": payload_bytes,
+                "payload_xxh3_64": checksum,
+                "codec": RAW_CODEC,
+            }
         )
-    header = Header(
-        length=length,
-        namespace=rows.namespace,
-        shard=str(rows.shard),
-        parent=rows.parent_at(block),
-        segment_tag=rows.tag_at(block),
-        block_index=int(rows.indexes[block]),
-        token_ids=_packed_tokens(rows, block),
-        fingerprint=int(rows.fingerprints[block]),
-        payload_bytes=payload_bytes,
-        payload_xxh3_64=checksum,
-        codec=RAW_CODEC,
-    )
-    body = _pack_fields(header).ljust(length - _FIXED.size, b"\0")
-    assert len(body) == length - _FIXED.size, f"shard {rows.shard} is wider than a header has room for"
-    start = _FIXED.pack(MAGIC, VERSION, length, 0)[:_CHECKED_BEFORE]
-    return start + xxhash.xxh3_64_intdigest(start + body).to_bytes(8, "little") + body
+        body = fields.ljust(self._length - _CHECKED_FROM, b"\0")
+        assert len(body) == self._length - _CHECKED_FROM, (
+            f"shard {self._shard} is wider than there is room for"
+        )
+        return self._start + xxh3_64_intdigest(self._start + body).to_bytes(8, "little") + body
+
+
+def pack_header(rows: BlockRows, block: int, payload_bytes: int, checksum: int) -> bytes:
+    """One of ``Headers``."""
+    return Headers(rows).header(block, payload_bytes, checksum)
 
 
 def parse_header(buffer: bytes | memoryview) -> Header | MissCause:
@@ -129,7 +151,7 @@ def parse_header(buffer: bytes | memoryview) -> Header | MissCause:
     if magic != MAGIC or not _FIXED.size <= length <= len(buffer):
         return MissCause.CORRUPT
     checked = bytes(buffer[:_CHECKED_BEFORE]) + bytes(buffer[_CHECKED_FROM:length])
-    if xxhash.xxh3_64_intdigest(checked) != checksum:
+    if xxh3_64_intdigest(checked) != checksum:
         return MissCause.CORRUPT
     if version != VERSION:
         return MissCause.VERSION

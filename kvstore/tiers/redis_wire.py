@@ -14,8 +14,11 @@ Clock: TypeAlias = Callable[[], float]
 
 # Holds any reply but a payload, and what is received of a payload with it costs a copy: hence small.
 _BUFFER_BYTES = 4096
-# A payload is received in pieces that are still in the processor's own cache when they are tapped.
-_PIECE_BYTES = 512 * 1024
+# A payload is received in pieces that are still in the processor's own cache when they are tapped. Smaller
+# ones let a TCP peer go on sooner, larger ones spare system calls, which is what a unix socket asks for.
+_PIECE_BYTES = 256 * 1024
+# What is received of the replies after a payload together with it, at most.
+_MOST_AHEAD_BYTES = 256
 # Setting a timeout is a system call: it is set anew only when it is off by this much.
 _REARM_SECONDS = 0.005
 _SHORTEST_TIMEOUT_SECONDS = 0.001
@@ -65,7 +68,6 @@ class Wire:
         self._sock = sock
         self._clock = clock
         self._encrypted = isinstance(sock, ssl.SSLSocket)
-        self._whole = 0 if self._encrypted else socket.MSG_WAITALL
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         # Bytes that arrived but were not read yet: [start, stop) of the buffer.
@@ -103,7 +105,8 @@ class Wire:
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send all buffers in order, without joining them."""
         pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        while pending:
+        left = sum(map(len, pending))
+        while left:
             self._arm()
             try:
                 if self._encrypted:
@@ -112,11 +115,14 @@ class Wire:
                     sent = self._sock.sendmsg(pending[:_MOST_VECTORS])
             except BlockingIOError:
                 raise TimeoutError("the server did not take a command in time") from None
-            _drop_front(pending, sent)
+            left -= sent
+            if left:
+                _drop_front(pending, sent)
 
     def read_reply(self) -> Reply:
         """The next reply, whole; not for payloads."""
-        self._settle()
+        if self._owed or self.preface:
+            self._settle()
         line = self._line()
         if line.startswith(b":"):
             self.replies += 1
@@ -128,7 +134,8 @@ class Wire:
 
         None (no such key) and an error are whole replies.
         """
-        self._settle()
+        if self._owed or self.preface:
+            self._settle()
         line = self._line()
         if line.startswith(b"-"):
             error = _error(line)
@@ -140,19 +147,70 @@ class Wire:
         self._note(None)
         return None if size < 0 else size
 
-    def read_part(self, target: memoryview, tap: Tap | None = None) -> None:
-        """The next bytes of a string reply. ``tap`` gets them piece by piece, as they come."""
-        done = min(len(target), self._stop - self._start)
+    def take(self, expected: bytes) -> bool:
+        """Whether a whole reply, or the start of a string reply, that was expected has come: it is read then.
+
+        False also where it has not come yet: it is then there for the other methods.
+        """
+        if self._owed or self.preface or not self._buffer.startswith(expected, self._start, self._stop):
+            return False
+        self._start += len(expected)
+        self.replies += 1
+        return True
+
+    def read_string(self, head: memoryview, body: memoryview, tap: Tap, *, surely: int) -> None:
+        """All of a string reply whose size has been read: what it begins with, the rest, and its end.
+
+        ``tap`` gets the rest piece by piece. At least ``surely`` bytes follow, of replies that were
+        asked for: they are received with the last piece, where that saves a system call.
+        """
+        rest = head[self._drain(head) :]
+        done = 0 if len(rest) else self._drain(body)
         if done:
-            target[:done] = self._view[self._start : self._start + done]
-            self._start += done
-            if tap is not None:
-                tap(target[:done])
-        while done < len(target):
-            count = self._receive(target[done : done + _PIECE_BYTES], self._whole)
-            if tap is not None:
-                tap(target[done : done + count])
-            done += count
+            tap(body[:done])
+        if not len(body):
+            self.read_part(rest)
+        while done < len(body):
+            piece = body[done : done + _PIECE_BYTES]
+            done += len(piece)
+            ahead = 2 + min(surely, _MOST_AHEAD_BYTES) if done == len(body) else 0
+            # The buffer is empty by now.
+            self._stop = self._fill([rest, piece], self._view[:ahead])
+            rest = rest[:0]
+            tap(piece)
+        self.end_bulk()
+
+    def _fill(self, views: list[memoryview], ahead: memoryview) -> int:
+        """Receive what the views hold, and of ``ahead`` as much as comes: how much that is."""
+        got, needed, left = 0, sum(map(len, views)), [*views, ahead]
+        whole = needed + len(ahead)
+        while got < whole:
+            try:
+                count = self._receive(left)
+            except OSError:
+                if got < needed:
+                    raise
+                # What was to come has come. Whoever reads on is told.
+                break
+            got += count
+            if got < whole:
+                _drop_front(left, count)
+        return got - needed
+
+    def _drain(self, target: memoryview) -> int:
+        """Copy what has arrived already."""
+        count = min(len(target), self._stop - self._start)
+        target[:count] = self._view[self._start : self._start + count]
+        self._start += count
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        return count
+
+    def read_part(self, target: memoryview) -> None:
+        """The next bytes of a string reply."""
+        done = self._drain(target)
+        if done < len(target):
+            self._fill([target[done:]], target[:0])
 
     def end_bulk(self) -> None:
         """The end of a string reply, all of which has been read."""
@@ -224,13 +282,18 @@ class Wire:
         if held:
             self._buffer[:held] = self._buffer[self._start : self._stop]
         self._start, self._stop = 0, held
-        self._stop += self._receive(self._view[held:])
+        self._stop += self._receive([self._view[held:]])
 
-    def _receive(self, target: memoryview, flags: int = 0) -> int:
-        """Bytes received, at least one."""
+    def _receive(self, targets: list[memoryview]) -> int:
+        """Bytes received, at least one; without TLS, as many as two or more targets hold."""
         self._arm()
         try:
-            count = self._sock.recv_into(target, 0, flags)
+            if len(targets) == 1:
+                count = self._sock.recv_into(targets[0])
+            elif self._encrypted:
+                count = self._sock.recv_into(next(filter(len, targets)))
+            else:
+                count = self._sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             raise TimeoutError("the server did not answer in time") from None
         if count == 0:

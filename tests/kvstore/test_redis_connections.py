@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,7 +24,9 @@ from kvstore.settings import load_config
 from kvstore.tiers.base import SaveOutcome, TierMatch, TierStatus
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_embedded import EmbeddedRedis, find_server
+from tests.support.proxy import Behaviour, Proxy
 from tests.support.redis_store import Store, assert_loads, opened, payloads_of, rows_of
+from tests.support.redis_traffic import Timed
 from tests.support.redis_ways import (
     NEEDED_COMMANDS,
     Way,
@@ -182,6 +185,7 @@ def test_what_the_tier_does_not_understand_the_configuration_refuses(url: str) -
     [
         ({"ttl_seconds": 0.5}, "ttl_seconds is 0.5, expected at least 1"),
         ({"connections": 0}, "connections is 0, expected at least 1"),
+        ({"probe_connections": 0}, "probe_connections is 0, expected at least 1"),
         ({"prefix": "kv{x}"}, "redis prefix is 'kv{x}', expected one or more characters without"),
         ({"prefix": ""}, "redis prefix is ''"),
     ],
@@ -189,6 +193,24 @@ def test_what_the_tier_does_not_understand_the_configuration_refuses(url: str) -
 def test_options_out_of_range(options: dict[str, float | str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
         RedisOptions("redis://127.0.0.1", **options)  # type: ignore[arg-type]
+
+
+def test_as_many_look_ups_at_once_as_there_are_connections_for_them(valkey: ValkeyServer) -> None:
+    """Each takes a tenth of a second, and nobody waits for another."""
+    rows, delay = rows_of(1), 0.1
+    with Proxy(valkey.port, Behaviour(delay_seconds=delay)) as proxy, ThreadPoolExecutor(3) as pool:
+        options = RedisOptions(f"redis://127.0.0.1:{proxy.port}", probe_connections=2)
+        tier = RedisTier(options, time.monotonic)
+
+        def look_up(_: int) -> TierMatch:
+            return tier.match(rows, time.monotonic() + 5.0)
+
+        assert set(pool.map(look_up, range(3))) == {TierMatch(0, MissCause.COLD)}
+        with Timed() as timed:
+            assert set(pool.map(look_up, range(2))) == {TierMatch(0, MissCause.COLD)}
+        assert timed.seconds < 2 * delay
+        assert eventually(lambda: len(valkey.client.client_list()) == 1 + 2)
+        tier.close()
 
 
 def test_a_host_that_cannot_be_is_an_outage_and_no_crash() -> None:
@@ -293,6 +315,34 @@ def test_embedded_server_does_not_outlive_a_killed_parent(tmp_path: Path) -> Non
         assert is_alive(pid)
         os.kill(parent.pid, signal.SIGKILL)
     assert eventually(lambda: not is_alive(pid))
+
+
+def test_a_signal_of_the_terminal_reaches_us_and_not_the_embedded_server(tmp_path: Path) -> None:
+    """Ctrl-C ended both, and what was to be written down had nowhere to go."""
+    code = (
+        "import signal, time; from pathlib import Path\n"
+        "from kvstore.tiers.redis_embedded import EmbeddedRedis\n"
+        "from redis import Redis\n"
+        f"with EmbeddedRedis.start(Path({str(tmp_path)!r})) as server:\n"
+        # Blocked only now, since a server would inherit that.
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})\n"
+        # A server that was told to end takes a tenth of a second to notice.
+        "    print(server.pid, flush=True); signal.sigwait({signal.SIGINT}); time.sleep(0.3)\n"
+        "    with Redis.from_url(server.url, protocol=2) as client: print(client.ping(), flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.readline() == "True\n"
+    assert parent.returncode == 0
+    assert not is_alive(pid)
 
 
 def test_without_any_server_to_start_the_error_says_what_to_install() -> None:

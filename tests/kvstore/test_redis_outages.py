@@ -193,7 +193,7 @@ def test_a_look_up_that_runs_out_of_time_keeps_what_it_knows(valkey: ValkeyServe
         direct.save(rows, payloads_of(1, 10) * 300)
     proxy = Proxy(valkey.port, Behaviour(delay_seconds=0.1))
     with proxy, opened(valkey, f"redis://127.0.0.1:{proxy.port}") as store:
-        assert store.find(rows) == TierMatch(300, None)
+        assert store.find(rows_of(1, first_token=100_000)) == TierMatch(0, MissCause.COLD), "it is connected"
         assert store.tier.match(rows, time.monotonic() + 0.15) == TierMatch(128, MissCause.TIMEOUT)
 
 

@@ -50,6 +50,24 @@ def test_a_failover_under_load_ends_by_itself(
         assert set(store.tier.errors()) <= {"connection", "timeout", "busy", "readonly"}
 
 
+def test_a_failover_where_everybody_speaks_tls(tmp_path: Path) -> None:
+    """Sentinel, primary and replica have no port without it, and one private authority."""
+    rows, payloads = rows_of(BLOCKS), payloads_of(BLOCKS, SIZE)
+    with SentinelFleet(tmp_path, tls=True) as fleet, opened(None, fleet.url) as store:
+        assert store.save(rows, payloads) == [SaveOutcome.STORED] * BLOCKS
+        assert_loads(store, rows, payloads)
+        assert eventually(lambda: fleet.replica.client.dbsize() == BLOCKS), "replicated"
+        with Traffic(store.tier, rows, payloads) as traffic:
+            fleet.primary.kill()
+            promoted = eventually(lambda: fleet.role_of_replica() == "master", RECOVERY_SECONDS)
+            recovered = eventually(lambda: store.match(rows) == BLOCKS, RECOVERY_SECONDS)
+        assert (promoted, recovered, traffic.wrong) == (True, True, [])
+        assert_loads(store, rows, payloads)
+        assert store.tier.breakers() == {SERVICE: False}
+    with opened(None, fleet.url.replace("rediss+", "redis+").partition("?")[0]) as stranger:
+        assert stranger.find(rows) == TierMatch(0, MissCause.UNAVAILABLE)
+
+
 def test_a_primary_that_became_a_replica_is_left_at_its_first_refusal(fleet: SentinelFleet) -> None:
     """Connections outlive a failover that nobody told the clients of: one reply says so, once."""
     rows, payloads = rows_of(BLOCKS), payloads_of(BLOCKS, SIZE)

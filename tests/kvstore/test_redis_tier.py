@@ -197,23 +197,58 @@ def test_a_cold_prompt_costs_one_small_command(store: Store) -> None:
     assert (calls["exists"], calls["keys"]) == (1, 128)
 
 
-def test_a_present_prompt_costs_one_command_a_segment(store: Store) -> None:
+def test_a_present_prompt_costs_one_command_for_four_segments(store: Store) -> None:
     rows = rows_of(1024)
     store.save(rows, payloads_of(1, 64) * 1024)
     store.server.client.config_resetstat()
     assert store.match(rows) == 1024
     calls = store.server.calls()
-    assert (calls["exists"], calls["keys"]) == (8, 1024)
+    assert (calls["exists"], calls["keys"]) == (1 + 2, 1024)
+
+
+def test_a_prompt_that_was_there_a_moment_ago_costs_one_round(store: Store) -> None:
+    """And once it is gone, one such round more before it is asked for with one small command again."""
+    rows = rows_of(1024)
+    store.save(rows, payloads_of(1, 64) * 1024)
+    assert store.match(rows) == 1024
+    expected = iter([(2, 1024, 1024), (2, 1024, 0), (1, 128, 0)])
+    for _ in range(3):
+        store.server.client.config_resetstat()
+        commands, keys, found = next(expected)
+        assert store.match(rows) == found
+        calls = store.server.calls()
+        assert (calls["exists"], calls["keys"]) == (commands, keys)
+        store.server.client.flushall()
+
+
+def test_a_part_that_was_there_a_moment_ago_is_told_in_one_round(store: Store) -> None:
+    """Whether it is still that part, or grew, or shrank."""
+    rows = rows_of(512)
+    store.save(rows.slice(0, 300), payloads_of(1, 64) * 300)
+    assert store.match(rows) == 300
+    store.server.client.config_resetstat()
+    assert store.match(rows) == 300
+    calls = store.server.calls()
+    assert (calls["exists"], calls["keys"]) == (2, 512)
+    store.save(rows.slice(300, 400), payloads_of(1, 64) * 100)
+    assert store.match(rows) == 400
+    assert store.tier.discard(rows.slice(150, 512), time.monotonic() + 5) == 250
+    assert store.match(rows) == 150
+    assert store.match(rows.slice(0, 140)) == 140
 
 
 @pytest.mark.parametrize("present", [1, 63, 127, 128, 129, 200, 384, 500])
-def test_a_prefix_costs_the_segments_and_one_more_command(store: Store, present: int) -> None:
+def test_a_prefix_costs_two_rounds_and_one_more_command(store: Store, present: int) -> None:
     rows = rows_of(512)
     store.save(rows.slice(0, present), payloads_of(1, 64) * present)
     store.server.client.config_resetstat()
     assert store.match(rows) == present
-    segments = 1 if present < 128 else 4
-    assert store.server.calls()["exists"] == segments + bool(present % 128)
+    rounds = 1 if present < 128 else 2
+    calls = store.server.calls()
+    assert calls["exists"] == rounds + (present != 128)
+    first, rest = min(present, 128), max(0, present - 128)
+    guess = min(rest, 384 - rest) if rest else min(first, 128 - first)
+    assert calls["keys"] == 128 * (1 if present < 128 else 4) + guess
 
 
 @pytest.mark.parametrize("hole", [0, 1, 64, 126, 127, 128, 130, 255])
@@ -240,7 +275,7 @@ def test_rows_may_start_anywhere_in_a_chain(store: Store) -> None:
     store.save(rows, payloads_of(1, 64) * 400)
     store.server.client.config_resetstat()
     assert store.match(rows.slice(100, 390)) == 290
-    assert store.server.calls()["exists"] == 4
+    assert store.server.calls()["exists"] == 2
     store.server.client.delete(block_key("kv", rows, 300))
     assert store.match(rows.slice(100, 390)) == 200
 

@@ -82,28 +82,63 @@ def test_replies_are_read_however_they_are_cut(expected: list[Reply], size: int)
 @given(
     payloads=st.lists(st.binary(max_size=9000) | st.none(), min_size=1, max_size=6),
     size=st.integers(1, 5000),
+    ahead=st.booleans(),
 )
-def test_payloads_land_where_they_belong_and_are_tapped_once(payloads: list[bytes | None], size: int) -> None:
+def test_payloads_land_where_they_belong_and_are_tapped_once(
+    payloads: list[bytes | None], size: int, *, ahead: bool
+) -> None:
     stream = b"".join(encode(payload) + b":7\r\n" for payload in payloads)
     ends = Ends()
     try:
         sender = ends.send_in([stream[at : at + size] for at in range(0, len(stream), size)])
-        for payload in payloads:
+        for done, payload in enumerate(payloads):
             length = ends.wire.read_bulk_size()
             if payload is None:
                 assert length is None
             else:
                 assert length == len(payload)
                 head, body, tapped = bytearray(length // 3), bytearray(length - length // 3), bytearray()
-                ends.wire.read_part(memoryview(head))
-                ends.wire.read_part(memoryview(body), tap=tapped.extend)
-                ends.wire.end_bulk()
+                surely = len(b":7\r\n") * (2 * (len(payloads) - done) - 1) if ahead else 0
+                ends.wire.read_string(memoryview(head), memoryview(body), tapped.extend, surely=surely)
                 assert bytes(head + body) == payload
                 assert tapped == body
             assert ends.wire.read_reply() == 7
         sender.join()
+        assert ends.wire.is_fit()
     finally:
         ends.close()
+
+
+@pytest.mark.parametrize("end", [b"", b"\r", b"\r\n", b"\r\n:"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_does_not_follow_a_payload_is_no_loss_of_it(ends: Ends, end: bytes, *, closed: bool) -> None:
+    ends.wire.begin(time.monotonic() + 0.05)
+    ends.server.sendall(b"$9000\r\n" + bytes(9000) + end)
+    if closed:
+        ends.server.shutdown(socket.SHUT_WR)
+    assert ends.wire.read_bulk_size() == 9000
+    head, body, tapped = bytearray(1000), bytearray(b"x" * 8000), bytearray()
+    error = ConnectionError if closed else TimeoutError
+    if len(end) < 2:
+        with pytest.raises(error):
+            ends.wire.read_string(memoryview(head), memoryview(body), tapped.extend, surely=100)
+    else:
+        ends.wire.read_string(memoryview(head), memoryview(body), tapped.extend, surely=100)
+        with pytest.raises(error):
+            ends.wire.read_reply()
+    assert tapped == body == bytes(8000)
+
+
+def test_an_expected_reply_is_taken_when_it_is_there_and_left_when_it_is_another(ends: Ends) -> None:
+    assert not ends.wire.take(b"+OK\r\n"), "nothing has come"
+    ends.server.sendall(b":1\r\n+OK\r\n+OKAY\r\n+OK\r\n")
+    assert ends.wire.read_reply() == 1
+    assert ends.wire.take(b"+OK\r\n")
+    assert not ends.wire.take(b"+OK\r\n")
+    assert ends.wire.read_reply() == b"OKAY"
+    ends.wire.owe(1)
+    assert not ends.wire.take(b"+OK\r\n"), "that is the reply that is owed"
+    assert ends.wire.replies == 3
 
 
 def test_what_is_owed_is_dropped_before_the_next_reply(ends: Ends) -> None:
