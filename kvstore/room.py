@@ -11,7 +11,7 @@ from kvstore.index import Space
 from kvstore.ledger import Ledger
 from kvstore.reclaim import coldest_idle_extent, is_colder
 from kvstore.removal import Removals
-from kvstore.shares import Shares
+from kvstore.shares import NO_GROUP, Shares
 from kvstore.spaces import Spaces
 from kvstore.table import SlotState
 
@@ -46,7 +46,11 @@ class Room:
         each in the policy's order.
         """
         freed = self._evict_surplus(slot_class, count, group, b"")
-        return freed + self._evict_own(slot_class, count - freed, group)
+        return freed + self._evict_own(slot_class, count - freed, group, b"")
+
+    def vacate(self, slot_class: SlotClass, count: int) -> None:
+        """As ``evict`` for nobody in particular, but the slots stay STAGED, with their bytes."""
+        self._evict_surplus(slot_class, count, NO_GROUP, b"", keep_bytes=True)
 
     def _add_extent(self, slot_class: SlotClass) -> bool:
         if not self._extents.assign(slot_class):
@@ -66,12 +70,16 @@ class Room:
             return True
         if self._evict_surplus(slot_class, missing, group, wanted):
             return True
+        if wanted and self._has_refused(slot_class, group):
+            return False
         if other is None:
-            return self._evict_own(slot_class, missing, group) > 0
+            return self._evict_own(slot_class, missing, group, wanted) > 0
         self._reclaim(other)
         return True
 
-    def _evict_surplus(self, slot_class: SlotClass, count: int, group: int, wanted: bytes) -> int:
+    def _evict_surplus(
+        self, slot_class: SlotClass, count: int, group: int, wanted: bytes, *, keep_bytes: bool = False
+    ) -> int:
         freed = 0
         spent: set[int] = set()
         while freed < count and (turn := self._shares.turn(slot_class, count - freed, group, spent)):
@@ -79,17 +87,34 @@ class Room:
             if not len(victims):
                 spent.add(turn.group)
                 continue
+            self._removals.leaves(victims, RemovalCause.CAPACITY, keep_bytes=keep_bytes)
+            freed += len(victims)
+        return freed
+
+    def _evict_own(self, slot_class: SlotClass, count: int, group: int, wanted: bytes) -> int:
+        evictor = self._shares.own(slot_class, group)
+        freed = 0
+        while (
+            evictor is not None and freed < count and len(victims := evictor.victims(count - freed, wanted))
+        ):
             self._removals.leaves(victims, RemovalCause.CAPACITY)
             freed += len(victims)
         return freed
 
-    def _evict_own(self, slot_class: SlotClass, count: int, group: int) -> int:
-        evictor = self._shares.own(slot_class, group)
-        freed = 0
-        while evictor is not None and freed < count and len(victims := evictor.victims(count - freed)):
-            self._removals.leaves(victims, RemovalCause.CAPACITY)
-            freed += len(victims)
-        return freed
+    def _has_refused(self, slot_class: SlotClass, group: int) -> bool:
+        """Whether a group's policy was asked, gave nothing, and had something that could go.
+
+        What is not worth a block of its own class is not worth an extent of another one either.
+        """
+        if self._shares.over(group) < 1:
+            return False
+        occupancy = self._ledger.occupancy
+        for extent in self._extents.of_class(slot_class):
+            ready = _ready_in(extent)
+            free_to_go = ready[(occupancy.children[ready] == 0) & (occupancy.pins[ready] == 0)]
+            if any(self._shares.group_of(space) == group for space, _ in self._spaces.split(free_to_go)):
+                return True
+        return False
 
     def _may_take(self, extent: Extent, group: int) -> bool:
         """Whether an extent can be emptied for a group without breaking what others are guaranteed."""

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, TypeVar, cast
+from typing import Annotated, BinaryIO, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hashing import Root, hash_blocks
 from kvstore.block import Chain
 from kvstore.errors import KVStoreError
-from kvstore.hints import NO_HINTS, Hints
+from kvstore.hints import NO_HINTS, PRIORITY_MOST, Hints
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -49,20 +49,46 @@ class Request:
 
 
 class _Line(BaseModel):
-    """The fields of a line that a replay needs; ``output_length`` and others are not looked at."""
+    """The fields of a line that a replay needs; others are not looked at."""
 
     model_config = ConfigDict(strict=True)
-
-    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    expected: ClassVar[str] = (
+        'a Mooncake trace, with {"timestamp": milliseconds, "input_length": tokens, "hash_ids": [one integer '
+        'a block]}, or one with {"timestamp": milliseconds, "token_ids": [the prompt]}; correct the line'
+    )
 
 
 class _MooncakeLine(_Line):
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
     input_length: int = Field(ge=1)
     hash_ids: list[int]
 
 
 class _TokenLine(_Line):
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
     token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(min_length=1)
+
+
+class _Heading(_Line):
+    expected = 'a recording that begins with {"recording": 1}; read it with the version that wrote it'
+
+    recording: Literal[1]
+
+
+class _RecordedLine(_Line):
+    expected = (
+        'a line of a recording, with {"time": seconds, "namespace": text, "prompt_tokens": tokens, '
+        '"block_size": tokens, "hashes": [one integer a block]}; drop the line, or record again'
+    )
+
+    time: float = Field(ge=0, allow_inf_nan=False)
+    namespace: str
+    prompt_tokens: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    hashes: list[int]
+    ended: bool = False
+    priority: int = Field(default=0, ge=-PRIORITY_MOST, le=PRIORITY_MOST)
+    idle_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 
 def read_trace(paths: Sequence[Path], block_tokens: int = 16) -> list[Request]:
@@ -70,14 +96,20 @@ def read_trace(paths: Sequence[Path], block_tokens: int = 16) -> list[Request]:
 
     Either as Mooncake published them (FAST'25), where ``hash_ids`` names one block per 512 tokens of
     ``input_length``, the last one full or not; or with ``token_ids``, the prompt, which is cut into whole
-    blocks of ``block_tokens`` as the store does. Files are parts of one trace: the same ids are the same
-    blocks, and the requests are merged by ``timestamp`` (milliseconds), in the order given where that is
-    equal. TraceError for what cannot be read.
+    blocks of ``block_tokens`` as the store does; or recorded by a server, whose first line says
+    ``{"recording": 1}``. Files are parts of one trace: the same ids are the same blocks, and the requests
+    are merged by time, in the order given where that is equal. TraceError for what cannot be read.
     """
     reader = _Reader(block_tokens)
-    requests = [
-        reader.request(line, where) for path in paths for where, line in _lines(path) if not line.isspace()
-    ]
+    requests: list[Request] = []
+    for path in paths:
+        parse = reader.request
+        for where, line in _lines(path):
+            if b'"recording"' in line:
+                _parse(_Heading, line, where)
+                parse = reader.recorded
+            elif not line.isspace():
+                requests.append(parse(line, where))
     if not requests:
         names = ", ".join(map(str, paths))
         raise TraceError(f"{names} holds no request, expected one JSON object a line; check the file")
@@ -116,7 +148,7 @@ class _Reader:
     """Makes requests of lines; the same ids in different lines are the same blocks."""
 
     def __init__(self, block_tokens: int) -> None:
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[int | tuple[str, int], int] = {}
         self._block_tokens = block_tokens
         self._token_root = Root(digest=bytes(16), block_size=block_tokens, algorithm="xxh3_128")
 
@@ -139,10 +171,29 @@ class _Reader:
                 f"{where}: hash_ids has {len(line.hash_ids)} ids, expected {blocks} for input_length "
                 f"{line.input_length}, one per {MOONCAKE_BLOCK_TOKENS} tokens; correct one of the two"
             )
-        # Ids may be of any size; tokens are 32 bits wide.
-        ids = [self._numbers.setdefault(block, len(self._numbers)) for block in line.hash_ids]
-        chain = Chain.of(_ROOT, np.array(ids, dtype=np.uint32))
+        chain = self._chain(line.hash_ids)
         return Request(line.timestamp / 1000, chain, line.input_length, MOONCAKE_BLOCK_TOKENS)
+
+    def recorded(self, line: bytes, where: str) -> Request:
+        """A line of a server's recording, after the first."""
+        fields = _parse(_RecordedLine, line, where)
+        size = fields.block_size
+        if len(fields.hashes) * size > fields.prompt_tokens:
+            raise TraceError(
+                f"{where}: hashes has {len(fields.hashes)} numbers, expected at most "
+                f"{fields.prompt_tokens // size} for {fields.prompt_tokens} prompt_tokens in blocks of {size}"
+                "; record again, or drop the line"
+            )
+        chain = self._chain([(fields.namespace, name) for name in fields.hashes])
+        hints = Hints(fields.ended, fields.priority, fields.idle_seconds)
+        return Request(
+            fields.time, chain, fields.prompt_tokens, size, NO_HINTS if hints == NO_HINTS else hints
+        )
+
+    def _chain(self, names: Sequence[int | tuple[str, int]]) -> Chain:
+        # Ids may be of any size; tokens are 32 bits wide.
+        ids = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
+        return Chain.of(_ROOT, np.array(ids, dtype=np.uint32))
 
 
 _L = TypeVar("_L", bound=_Line)
@@ -159,7 +210,5 @@ def _parse(kind: type[_L], line: bytes, where: str) -> _L:
             value = value[:_SHOWN_CHARACTERS] + "…"
         field = ".".join(map(str, first["loc"])) or "the line"
         raise TraceError(
-            f"{where}: {field} is wrong ({first['msg']}): got {value}; expected a Mooncake trace, with "
-            '{"timestamp": milliseconds, "input_length": tokens, "hash_ids": [one integer a block]}, or one '
-            'with {"timestamp": milliseconds, "token_ids": [the prompt]}'
+            f"{where}: {field} is wrong ({first['msg']}): got {value}; expected {kind.expected}"
         ) from error

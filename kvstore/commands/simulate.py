@@ -3,68 +3,119 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from kvstore.commands.capacity import UNLIMITED, capacities, token_bytes
 from kvstore.commands.output import Answer, Grid, format_count
+from kvstore.commands.simulate_options import SimulateOptions
 from kvstore.errors import ConfigError
-from kvstore.simulate import POLICIES, HitCounts, Watch, Workload, least_capacity, replay
+from kvstore.evict.lru import LRU
+from kvstore.quantity import parse_bytes
+from kvstore.simulate import (
+    POLICIES,
+    FleetHits,
+    FleetPlan,
+    HitCounts,
+    MakeEvictor,
+    PrefillRates,
+    Routing,
+    TimesToFirstToken,
+    Watch,
+    Workload,
+    count_hits,
+    least_capacity,
+    replay,
+    replay_fleet,
+    times_to_first_token,
+)
 from kvstore.trace import read_trace
 
-_UNLIMITED = "unlimited"
 _ALL = "all"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
 _STEP = 256
-_BISECTION_REPLAYS = 8
+_BISECTION_REPLAYS = 16
 """Replays that a recommendation takes, about."""
-_CAPACITY = re.compile(r"(\d+)([km]?)")
-_SCALES = {"": 1, "k": 1_000, "m": 1_000_000}
-
-
-class Question(NamedTuple):
-    """What to replay: comma-separated policies and capacities, and how prompts are cut into blocks.
-
-    ``recommend``, where given, is a share of the ceiling, and is asked for instead of capacities.
-    """
-
-    policy: str
-    capacity: str
-    block_tokens: int
-    recommend: str | None
 
 
 class Row(NamedTuple):
-    """What one policy hit at one capacity, in blocks (None: unlimited)."""
+    """What one policy hit at one capacity of each instance, in blocks (None: unlimited)."""
 
     policy: str
     capacity: int | None
     hits: HitCounts
+    own_share: float
+    """Of the blocks asked for, those that the request's own instance had."""
+    ttft: TimesToFirstToken | None
 
 
-def simulate(traces: Sequence[Path], question: Question, messages: Console) -> Answer:
+class _Bench(NamedTuple):
+    """What every replay of a call has in common. ``most`` is what an unlimited cache hits."""
+
+    workload: Workload
+    plan: FleetPlan
+    rates: PrefillRates | None
+    watch: Watch
+    most: HitCounts
+
+    def run(self, make_evictor: MakeEvictor, blocks: int | None) -> FleetHits:
+        return replay_fleet(self.workload, make_evictor, blocks, self.plan, self.watch)
+
+    def row(self, policy: str, capacity: int | None) -> Row:
+        found = self.run(POLICIES[policy](self.workload), capacity)
+        hits = count_hits(self.workload, found.hit)
+        ttft = None if self.rates is None else times_to_first_token(self.workload, found.hit, self.rates)
+        return Row(policy, capacity, hits, sum(found.own) / hits.asked.blocks, ttft)
+
+    def recommended(self, policy: str, share: float) -> Row:
+        """At the least capacity that hits that share of the blocks which an unlimited cache hits."""
+        make_evictor, target = POLICIES[policy](self.workload), share * self.most.hit.blocks
+
+        def reaches(blocks: int | None) -> bool:
+            return sum(self.run(make_evictor, blocks).hit) >= target
+
+        if not reaches(None):
+            raise ConfigError(
+                f"--recommend is {share:.4g} of what one unlimited cache hits, which {self.plan.instances} "
+                f"instances with routing {self.plan.routing} do not reach at any capacity; lower it, or "
+                "choose another routing"
+            )
+        return self.row(policy, least_capacity(reaches, self.workload.distinct_blocks))
+
+
+def simulate(
+    traces: Sequence[Path], options: SimulateOptions, environ: Mapping[str, str], messages: Console
+) -> Answer:
     """Replay ``traces`` as one for each of the policies and capacities."""
-    policies, capacities = _policies(question.policy), _capacities(question.capacity)
-    share = None if question.recommend is None else _share(question.recommend)
-    workload = Workload.of(read_trace(traces, question.block_tokens))
-    replays = len(policies) * (len(capacities) if share is None else _BISECTION_REPLAYS)
-    rows = []
-    with _progress(messages, len(workload.requests) * replays) as watch:
-        for policy in policies:
-            make_evictor = POLICIES[policy](workload)
-            if share is None:
-                rows += [
-                    Row(policy, size, replay(workload, make_evictor, size, watch)) for size in capacities
-                ]
-            else:
-                rows.append(Row(policy, *least_capacity(workload, make_evictor, share, watch)))
-    name = ", ".join(map(str, traces))
-    facts = {"trace": name, "results": list(map(_facts, rows))}
-    return Answer(facts, _parts(name, workload, rows, share))
+    policies = _policies(options.policy)
+    share = None if options.recommend is None else _share(options.recommend)
+    a_token = token_bytes(options, environ)
+    rates = _rates(options, a_token)
+    workload = Workload.of(read_trace(traces, options.block_size))
+    sizes = capacities("--capacity", options.capacity, workload, a_token)
+    plan = _plan(options, workload, a_token)
+    replays = len(policies) * (len(sizes) if share is None else _BISECTION_REPLAYS)
+    with _progress(messages, len(workload.requests) * (replays + 1)) as watch:
+        bench = _Bench(workload, plan, rates, watch, replay(workload, LRU, None, watch))
+        if share is None:
+            rows = [bench.row(policy, size) for policy in policies for size in sizes]
+        else:
+            rows = [bench.recommended(policy, share) for policy in policies]
+    facts: dict[str, Any] = {
+        "trace": ", ".join(map(str, traces)),
+        "requests": len(workload.requests),
+        "asked_blocks": bench.most.asked.blocks,
+        "distinct_blocks": workload.distinct_blocks,
+        "unlimited": _shares(bench.most),
+        **plan._asdict(),
+        "results": [_facts(row, plan) for row in rows],
+    }
+    return Answer(facts, _parts(facts["trace"], bench, rows, share))
 
 
 def _policies(text: str) -> list[str]:
@@ -90,51 +141,92 @@ def _share(text: str) -> float:
     return share
 
 
-def _capacities(text: str) -> list[int | None]:
-    return [_capacity(part.strip().lower()) for part in text.split(",")]
-
-
-def _capacity(text: str) -> int | None:
-    if text == _UNLIMITED:
-        return None
-    found = _CAPACITY.fullmatch(text)
-    blocks = int(found[1]) * _SCALES[found[2]] if found else 0
-    if blocks < 1:
+def _plan(options: SimulateOptions, workload: Workload, a_token: int | None) -> FleetPlan:
+    try:
+        routing = Routing(options.routing)
+    except ValueError as error:
         raise ConfigError(
-            f"--capacity names {text!r}, expected a number of blocks above zero, such as 500, 30k or 1m, "
-            f"or {_UNLIMITED}; correct it"
+            f"--routing is {options.routing!r}, expected one of {', '.join(Routing)}; correct it"
+        ) from error
+    if options.shared is None:
+        return FleetPlan(options.instances, routing)
+    shared, *more = capacities("--shared", options.shared, workload, a_token)
+    if more:
+        raise ConfigError(f"--shared is {options.shared!r}, expected one capacity; keep one of them")
+    return FleetPlan(options.instances, routing, workload.distinct_blocks if shared is None else shared)
+
+
+def _rates(options: SimulateOptions, a_token: int | None) -> PrefillRates | None:
+    rate, load = options.prefill_tokens_per_second, options.load_bytes_per_second
+    if rate is None:
+        if load is not None or options.prefill_seconds_per_pair:
+            raise ConfigError(
+                "times to first token need --prefill-tokens-per-second; add it, or leave the other rates out"
+            )
+        return None
+    if rate <= 0:
+        raise ConfigError(f"--prefill-tokens-per-second is {rate}, expected more than 0; raise it")
+    if load is None:
+        return PrefillRates(rate, options.prefill_seconds_per_pair)
+    if a_token is None:
+        raise ConfigError(
+            "--load-bytes-per-second needs to know what a token takes; give --model or --bytes-per-token"
         )
-    return blocks
+    try:
+        speed = parse_bytes(load)
+    except ValueError as error:
+        raise ConfigError(f"--load-bytes-per-second is {load!r}: {error}; correct it") from error
+    return PrefillRates(rate, options.prefill_seconds_per_pair, speed, a_token)
 
 
-def _facts(row: Row) -> dict[str, str | int | float | None]:
-    """Rates are fractions; the capacity is null where it is unlimited."""
-    return {
-        "policy": row.policy,
-        "capacity_blocks": row.capacity,
-        "hit_blocks": row.hits.block_rate,
-        "hit_tokens": row.hits.token_rate,
-        "hit_tokens_warm": row.hits.token_rate_warm,
-    }
+def _shares(hits: HitCounts) -> dict[str, float]:
+    """Every hit rate, as a fraction, by its full name."""
+    whole, warm = hits.shares._asdict(), hits.shares_warm._asdict()
+    return {f"hit_{name}{part}": of[name] for part, of in (("", whole), ("_warm", warm)) for name in whole}
 
 
-def _parts(name: str, workload: Workload, rows: Sequence[Row], share: float | None) -> list[Grid | str]:
-    counts = rows[0].hits
+def _facts(row: Row, plan: FleetPlan) -> dict[str, Any]:
+    """The capacity is null where it is unlimited."""
+    facts: dict[str, Any] = {"policy": row.policy, "capacity_blocks": row.capacity, **_shares(row.hits)}
+    if plan.shared_blocks:
+        facts["hit_blocks_own"] = row.own_share
+    if row.ttft is not None:
+        facts["ttft_seconds"] = row.ttft._asdict()
+    return facts
+
+
+def _parts(name: str, bench: _Bench, rows: Sequence[Row], share: float | None) -> list[Grid | str]:
+    most, plan = bench.most, bench.plan
     title = (
-        f"{name}: {format_count(counts.requests)} requests, {format_count(counts.asked_blocks)} blocks, "
-        f"{format_count(workload.distinct_blocks)} of them distinct"
+        f"{name}: {format_count(most.requests)} requests, {format_count(most.asked.blocks)} blocks, "
+        f"{format_count(bench.workload.distinct_blocks)} of them distinct; an unlimited cache hits "
+        f"{most.shares.blocks:.2%} of blocks"
     )
-    headings = ("policy", "capacity, blocks", "hit blocks", "hit tokens", "hit tokens, warm")
-    cells = []
-    for row in rows:
-        capacity = _UNLIMITED if row.capacity is None else format_count(row.capacity)
-        rates = (row.hits.block_rate, row.hits.token_rate, row.hits.token_rate_warm)
-        cells.append((row.policy, capacity, *(f"{rate:.2%}" for rate in rates)))
-    legend = "Share of what was asked for, from a cold start; warm: the second half of the requests"
-    if share is None:
-        return [title, Grid(headings, cells), legend]
-    sought = f"Least capacity that hits {share:.4g} of the blocks that an unlimited cache hits"
-    return [title, Grid(headings, cells), legend, sought]
+    headings = ["policy", "capacity, blocks", "hit blocks", "hit tokens", "hit tokens, warm"]
+    headings += ["own blocks"] * bool(plan.shared_blocks)
+    headings += [f"TTFT {point}" for point in TimesToFirstToken._fields] if bench.rates else []
+    notes = [
+        "Share of what was asked for, from a cold start; a partly filled last block counts. Warm: the second "
+        "half of the requests"
+    ]
+    if plan.instances > 1:
+        notes.append(f"{plan.instances} instances of that capacity each, routing {plan.routing}")
+    if plan.shared_blocks:
+        notes.append(
+            f"Below them a shared tier of {format_count(plan.shared_blocks)} blocks. Own: hit without it"
+        )
+    if bench.rates is not None:
+        notes.append("TTFT: seconds of prefill and loading, without waiting for other requests")
+    if share is not None:
+        notes.append(f"Least capacity that hits {share:.4g} of the blocks that an unlimited cache hits")
+    return [title, Grid(headings, [_cells(row, plan) for row in rows]), *notes]
+
+
+def _cells(row: Row, plan: FleetPlan) -> list[str]:
+    capacity = UNLIMITED if row.capacity is None else format_count(row.capacity)
+    rates = [row.hits.shares.blocks, row.hits.shares.tokens, row.hits.shares_warm.tokens]
+    rates += [row.own_share] * bool(plan.shared_blocks)
+    return [row.policy, capacity, *(f"{rate:.2%}" for rate in rates), *(f"{t:.3f}" for t in row.ttft or ())]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,10 @@ class Touch(NamedTuple):
     """One request, once, when it is known how much of it this pool has.
 
     ``hashes`` are all whole blocks that it asked for (packed), ``slots`` where the leading ones are
-    in this pool, in chain order; ``hit_blocks`` of these were resident before, the rest were
-    fetched for it. A policy sees whole requests, complete misses too, since reuse is decided by
-    prompts and not by single blocks.
+    in this pool, each the parent of the next, the first one's not resident; ``hit_blocks`` of these
+    were resident before, the rest were fetched for it. A policy sees whole requests, complete misses
+    too, since reuse is decided by prompts and not by single blocks. The first ``brought_blocks`` of the
+    hits were used where the caller has its own copy of them, so nobody read them here.
     """
 
     hashes: bytes
@@ -26,6 +27,7 @@ class Touch(NamedTuple):
     hit_blocks: int
     time: float
     hints: Hints = NO_HINTS
+    brought_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +43,18 @@ class Occupancy:
     pins: NDArray[np.int32]
 
 
+@runtime_checkable
+class TakesHints(Protocol):
+    """A policy that listens to hints which come later than their request."""
+
+    def hint(self, touch: Touch) -> None:
+        """A request that was made says something else of its future by now, or a write says it of its prompt.
+
+        ``slots`` are where the leading blocks of the prompt are in this pool now. Nothing is used by
+        this: it is neither a request nor a hit. The hints replace those of the request.
+        """
+
+
 class Evictor(Protocol):
     """Chooses victims among leaves; holds no bytes, reads no clock.
 
@@ -51,7 +65,7 @@ class Evictor(Protocol):
         """A request was made."""
 
     def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
-        """New blocks of one chain, in its order, behind the one in slot ``parent`` (-1: not resident).
+        """New blocks, each the parent of the next, behind the one in slot ``parent`` (-1: not resident).
 
         ``hashes`` (packed) name them. They belong to the request that asked for them, where the policy
         keeps that, else to the one that used the parent last.

@@ -12,16 +12,20 @@ NOBODY = 0
 NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
 _ANCHORS = 3
 """Last blocks by which a chain is known again when it is gone; the very last one is rarely full."""
+ALL_OF_IT = 1 << 30
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
     """Blocks [first, length) of a prompt.
 
-    ``slots`` are those that are resident, from ``first`` on; ``planned`` is how far it was let in.
-    ``row`` is where it is watched, None when it is not. ``gate`` is the slot of its last block while that
-    has children of other chains, else None. ``whole`` says that it is worth the same whatever its end lacks;
-    ``lost`` that nothing of it can be reached.
+    ``time`` is when it was used, ``idle`` for how many seconds nobody was expected from then on, ``born``
+    when the first of those was used that it goes on from. ``fresh`` of its last blocks nobody had asked for
+    before, ALL_OF_IT where that is all of them. ``slots`` are those that are resident, from ``first`` on;
+    ``planned`` is how far it was let in. ``row`` is where it is watched, None when it is not. ``gate`` is the
+    slot of its last block while that has children of other chains, else None. ``whole`` says that it is worth
+    the same whatever its end lacks; ``lost`` that nothing of it can be reached. ``favour`` is the factor of
+    its priority.
     """
 
     number: int
@@ -30,14 +34,18 @@ class Chain:
     turn: int
     kind: int
     row: int | None
+    born: float
+    fresh: int = ALL_OF_IT
+    idle: float = 0.0
     first: int = 0
     planned: int = 0
     slots: SlotArray = field(default_factory=lambda: NO_SLOTS)
-    anchors: list[bytes] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
     awaits: bytes | None = None
     gate: int | None = None
     whole: bool = False
     lost: bool = False
+    favour: float = 1.0
 
     @property
     def end(self) -> int:
@@ -49,25 +57,29 @@ class Chain:
         """Blocks at its end that are not resident."""
         return self.length - self.first - len(self.slots)
 
+    def grow(self, blocks: int) -> None:
+        """The prompt goes on: so many blocks more, which nobody had asked for before."""
+        self.length += blocks
+        self.planned += blocks
+        self.fresh += blocks
+
 
 class Chains:
-    """Chains by number, oldest use first; by the block that one gets next; by those that one ended with."""
+    """Chains by number, oldest use first; by the block that one gets next; by blocks that tell one."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Chain] = {}
-        self._anchored: dict[bytes, int] = {}
+        self._anchored: dict[int, int] = {}
         self._awaited: dict[bytes, int] = {}
-        self._next = NOBODY + 1
+        self.next = NOBODY + 1
 
     def __len__(self) -> int:
         return len(self.by_number)
 
-    def open(self, time: float, length: int, turn: int, kind: int, row: int | None) -> Chain:
-        """A new chain, used last of all."""
-        chain = Chain(self._next, time, length, turn, kind, row, planned=length)
+    def enter(self, chain: Chain) -> None:
+        """A new chain, used last of all, whose number is ``next``."""
         self.by_number[chain.number] = chain
-        self._next += 1
-        return chain
+        self.next += 1
 
     def renew(self, chain: Chain) -> None:
         """It is as if it had been used last of all."""
@@ -79,20 +91,37 @@ class Chains:
         self._unname(chain)
         del self.by_number[chain.number]
 
-    def name(self, chain: Chain, hashes: bytes) -> None:
-        """Know a chain by the last of these blocks, with which it ends."""
+    def name(self, chain: Chain, keys: list[int], known: int) -> None:
+        """Know a chain by its last blocks, and by one that whoever goes on from it uses too.
+
+        ``keys`` are those of the prompt. Where its first ``known`` blocks were known before, that is where
+        prompts part; else it is the middle, as to use less is not to go on from it.
+        """
         self._unname(chain)
-        tail = hashes[-_ANCHORS * HASH_BYTES :]
-        chain.anchors = [tail[at : at + HASH_BYTES] for at in range(0, len(tail), HASH_BYTES)]
+        middle = known - 1 if known else len(keys) // 2
+        chain.anchors = [*keys[-_ANCHORS:], keys[middle]]
         self._anchored.update(dict.fromkeys(chain.anchors, chain.number))
 
-    def deepest(self, hashes: bytes) -> tuple[int, Chain] | None:
-        """The last of these blocks with which a chain ended, and that chain."""
-        names: list[bytes] = np.frombuffer(hashes, dtype=f"V{HASH_BYTES}").tolist()
-        if self._anchored.keys().isdisjoint(names):
+    def rename(self, chain: Chain, hashes: bytes) -> None:
+        """A chain ends with these blocks now."""
+        kept = chain.anchors[-1:]
+        self._unname(chain)
+        chain.anchors = [*keys_of(hashes[-_ANCHORS * HASH_BYTES :]), *kept]
+        self._anchored.update(dict.fromkeys(chain.anchors, chain.number))
+
+    def deepest(self, keys: list[int]) -> tuple[int, Chain] | None:
+        """The last of these blocks by which a chain is known, and that chain."""
+        anchored = self._anchored
+        if anchored.keys().isdisjoint(keys):
             return None
-        place = max(place for place, name in enumerate(names) if name in self._anchored)
-        return place, self.by_number[self._anchored[names[place]]]
+        place = next(place for place in range(len(keys) - 1, -1, -1) if keys[place] in anchored)
+        return place, self.by_number[anchored[keys[place]]]
+
+    def ending(self, hashes: bytes) -> Chain | None:
+        """The chain of this very prompt."""
+        number = self._anchored.get(keys_of(hashes[-HASH_BYTES:])[0], NOBODY)
+        chain = self.by_number.get(number)
+        return chain if chain is not None and chain.length * HASH_BYTES == len(hashes) else None
 
     def await_block(self, chain: Chain, name: bytes | None) -> None:
         """The block that a chain gets next, by which it is found when that is added."""
@@ -110,3 +139,9 @@ class Chains:
         for anchor in chain.anchors:
             if self._anchored.get(anchor) == chain.number:
                 del self._anchored[anchor]
+
+
+def keys_of(hashes: bytes) -> list[int]:
+    """Half of each hash: to take one chain for another costs a wrong guess, and next to never happens."""
+    keys: list[int] = np.frombuffer(hashes, dtype="<u8")[::2].tolist()
+    return keys

@@ -44,12 +44,16 @@ NO_GAP = -1
 
 
 class Group(IntEnum):
-    """What kind of chain: the first request of a session, a later one, or what a later one did not use."""
+    """What kind of chain: the first request of a session, a later one, or what a later one did not use.
+
+    A request that says that its session ended, or pauses, is of a kind of its own.
+    """
 
     FIRST = 0
     LATER = 1
     LEFTOVER = 2
     ENDED = 3
+    IDLE = 4
 
 
 class Kind(NamedTuple):
@@ -116,6 +120,7 @@ class HazardModel:
 
     def __init__(self) -> None:
         self._number_of: dict[Kind, int] = {}
+        self._kind_of: list[Kind] = []
         self._kinds = np.zeros((0, len(Kind._fields)), dtype=np.int64)
         self._turn = _Multiplier(TURN_CLASSES)
         self._fresh = _Multiplier(SIZE_CLASSES)
@@ -124,7 +129,7 @@ class HazardModel:
         self._events = np.zeros((len(Group), BUCKETS))
         self._exposure = np.zeros((len(Group), BUCKETS))
         self._base = _base(self._events, self._exposure)
-        self._worth: dict[int, list[float]] = {}
+        self._curves: dict[int, _Curve] = {}
 
     def number(self, kind: Kind) -> int:
         """A small number for a kind, by which it is named from then on."""
@@ -135,18 +140,26 @@ class HazardModel:
                 more = np.zeros((max(64, number), len(Kind._fields)), dtype=np.int64)
                 self._kinds = np.concatenate((self._kinds, more))
             self._kinds[number] = kind
+            self._kind_of.append(kind)
         return number
+
+    def kind(self, number: int) -> Kind:
+        return self._kind_of[number]
 
     def worth(self, kind: int, age: float) -> float:
         """The Gittins index of a chain: most hits per second that keeping it from this age on can bring.
 
         The best stopping age is looked for, so a chain that is due later is not taken for a dead one.
+        Within a bucket it is interpolated. Before age 0 nobody comes, and keeping it costs.
         """
-        by_bucket = self._worth.get(kind)
-        if by_bucket is None:
+        curve = self._curves.get(kind)
+        if curve is None:
             self._weigh(np.array([kind]))
-            by_bucket = self._worth[kind]
-        return by_bucket[bisect_right(_UPPER, age)]
+            curve = self._curves[kind]
+        if age < 0:
+            return curve.hits / (curve.seconds - age)
+        at = bisect_right(_UPPER, age)
+        return curve.start[at] + curve.slope[at] * age
 
     def rates(self, kinds: _Ints) -> _Floats:
         """Hazard, per second, of each kind in each bucket."""
@@ -171,8 +184,8 @@ class HazardModel:
         self._pace.learn(_paces(columns).ravel(), events.ravel(), expected.ravel())
         self._base = _base(self._events, self._exposure)
         # What was asked for is asked for again: all at once costs little more than one.
-        asked = np.fromiter(self._worth, dtype=np.int64, count=len(self._worth))
-        self._worth.clear()
+        asked = np.fromiter(self._curves, dtype=np.int64, count=len(self._curves))
+        self._curves.clear()
         self._weigh(asked)
 
     def fade(self) -> None:
@@ -190,8 +203,23 @@ class HazardModel:
         return np.asarray(by_kind[:, None] * self._pace.factor[_paces(columns)])
 
     def _weigh(self, kinds: _Ints) -> None:
-        worth = gittins(self.rates(kinds))
-        self._worth.update(zip(kinds.tolist(), worth.tolist(), strict=True))
+        rates = self.rates(kinds)
+        worth = gittins(rates)
+        slope = np.zeros_like(worth)
+        slope[:, :-1] = np.diff(worth) / _WIDTHS[:-1]
+        start = worth - slope * EDGES[:BUCKETS]
+        hits, seconds = _best_stop(rates)
+        rows = (start.tolist(), slope.tolist(), hits.tolist(), seconds.tolist())
+        self._curves.update(zip(kinds.tolist(), map(_Curve, *rows), strict=True))
+
+
+class _Curve(NamedTuple):
+    """Worth by age, as a line in each bucket; hits and seconds to expect of a chain kept from age 0 on."""
+
+    start: list[float]
+    slope: list[float]
+    hits: float
+    seconds: float
 
 
 def gittins(rates: _Floats) -> _Floats:
@@ -212,6 +240,17 @@ def gittins(rates: _Floats) -> _Floats:
         kept[:, start:] = seconds[:, start, None] + here * kept[:, start:]
         best[:, start] = (hits[:, start:] / kept[:, start:]).max(axis=1)
     return best
+
+
+def _best_stop(rates: _Floats) -> tuple[_Floats, _Floats]:
+    """Expected hits, and seconds kept, of each row that is kept from age 0 to its best stopping age."""
+    stay = np.exp(-rates * _WIDTHS)
+    alive = np.ones_like(stay)
+    alive[:, 1:] = np.cumprod(stay[:, :-1], axis=1)
+    hits = np.cumsum(alive * (1 - stay), axis=1)
+    seconds = np.cumsum(alive * (1 - stay) / np.maximum(rates, 1e-12), axis=1)
+    rows, best = np.arange(len(rates)), (hits / seconds).argmax(axis=1)
+    return hits[rows, best], seconds[rows, best]
 
 
 def _base(events: _Floats, exposure: _Floats) -> _Floats:
@@ -261,38 +300,3 @@ def spans(ages: _Floats, kinds: _Ints, size: int) -> _Floats:
     partial = np.bincount(cells, ages - EDGES[at], size * BUCKETS).reshape(size, BUCKETS)
     beyond = full[:, ::-1].cumsum(axis=1)[:, ::-1] - full
     return np.asarray(partial + beyond * _WIDTHS)
-
-
-class TailCounts:
-    """How much of a chain's end a continuation leaves unused: the share of them by blocks left."""
-
-    def __init__(self) -> None:
-        self._counts = [1.0, 1.0]
-        self._shares = [0.5, 1.0]
-
-    def count(self, unused: int) -> None:
-        if unused >= len(self._counts):
-            self._counts.extend([0.0] * (unused + 1 - len(self._counts)))
-        self._counts[unused] += 1
-
-    def refresh(self, *, fade: bool) -> None:
-        """Recompute the shares."""
-        if fade:
-            self._counts = [count / 2 for count in self._counts]
-        total = sum(self._counts)
-        running = 0.0
-        shares = []
-        for count in self._counts:
-            running += count
-            shares.append(running / total)
-        self._shares = shares
-
-    def share(self, missing: int) -> float:
-        """Share of continuations that a chain without its last ``missing`` blocks still serves in full."""
-        return self._shares[missing] if missing < len(self._shares) else 1.0
-
-    def droppable(self, missing: int, share: float) -> int:
-        """How many more blocks may go while the share is at most ``share``; at least one."""
-        if share >= 1.0:
-            return 1 << 30
-        return max(1, bisect_right(self._shares, share) - missing)

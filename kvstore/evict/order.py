@@ -1,14 +1,42 @@
-"""The order in which blocks were used, from what their rows say: for a policy that did not watch."""
+"""Runs of parent and child: whose they are, what of them may go, in which order they were used."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import SlotArray
+from kvstore.evict.base import Occupancy
 
 _Places = NDArray[np.int64]
 _NOBODY = -1
+_BRANCHLESS = np.minimum(np.arange(1024, dtype=np.int32), 1)
+"""Children of the blocks of most runs, tail first: compared as bytes, which costs less than arithmetic."""
+
+
+def owned_runs(owner_of: NDArray[np.int64], slots: SlotArray) -> Iterable[tuple[int, int, int]]:
+    """(Owner, start, stop) for each stretch of a prompt's blocks with one owner, in order.
+
+    An owner's blocks hang together, so each has one stretch.
+    """
+    owners = owner_of[slots]
+    first = int(owners[0])
+    if first == owners[-1]:
+        return ((first, 0, len(slots)),)
+    starts = [0, *((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist()]
+    return zip(owners[starts].tolist(), starts, [*starts[1:], len(slots)], strict=True)
+
+
+def leading_leaves(occupancy: Occupancy, tail_first: SlotArray) -> SlotArray:
+    """The longest start of a run, tail first, of which each is a leaf once its predecessors are gone."""
+    children, pins = occupancy.children[tail_first], occupancy.pins[tail_first]
+    if children.tobytes() == _BRANCHLESS[: len(tail_first)].tobytes() and not np.count_nonzero(pins):
+        return tail_first
+    children[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
+    blocked = (children + pins).nonzero()[0]
+    return tail_first[: blocked[0]] if len(blocked) else tail_first
 
 
 def runs_by_use(

@@ -1,54 +1,58 @@
 """Least likely to be used again soon: the chain goes first that is worth least per second it is kept.
 
 Prompts come back as conversations do: where a chain ended, another one goes on, or none ever will. How
-likely that is by the chain's age and kind is learned online (``hazard``), from the chains that were
+likely that is by the chain's age and kind is learned online (``prospects``), from the chains that were
 evicted too, of which a short record stays.
 """
 
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
-from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, SlotArray
 from kvstore.evict.base import Occupancy, Touch
-from kvstore.evict.chains import NO_SLOTS, NOBODY, Chain, Chains
+from kvstore.evict.chains import ALL_OF_IT, NO_SLOTS, NOBODY, Chain, Chains, keys_of
 from kvstore.evict.hazard import (
     LEFTOVER_TURN,
     NO_GAP,
     Group,
-    HazardModel,
     Kind,
-    TailCounts,
     gap_class,
     size_class,
     turn_class,
 )
-from kvstore.evict.order import runs_below
-from kvstore.evict.watch import Watched
+from kvstore.evict.order import leading_leaves, owned_runs, runs_below
+from kvstore.evict.prospects import Prospects, group_of
+from kvstore.hints import NO_HINTS, Hints
 
 _CONTINUED = 0.5
 """A request goes on from a chain when it uses more than this share of what the chain was the last to use."""
 _HUB = 4
 """From a block with so many children prompts fork: who comes by there goes on from nobody."""
-_LEARN_EVERY = 64
-_FADE_EVERY = 4096
-_RESCORE_SHARE = 16
+_RESCORE_SHARE = 8
 _GHOSTS_A_BLOCK = 2
 _GHOSTS_LEAST = 64
 _LOOKS = 8
-_UNREACHABLE = -1.0
 _NO_KIND = -1
+
+
+class _Line(NamedTuple):
+    """What a request goes on from: how often that was gone on from, and since when. ``turn`` 0: nothing."""
+
+    turn: int
+    born: float
 
 
 class Reuse:
     """Victims by the Gittins index of their chain, its tail first; the same constants for every workload.
 
-    A request takes over the blocks that it uses, so a chain keeps what nobody has used since. A request
-    that says ``ended`` is a kind of its own: the hint is believed as far as it has proved true.
+    A request takes over the blocks that it uses, so a chain keeps what nobody has used since. Hints that
+    a session ended or pauses are believed as far as they have proved true; a priority is a factor, and
+    counts for nothing where too much has one.
     """
 
     def __init__(self, occupancy: Occupancy) -> None:
@@ -58,49 +62,48 @@ class Reuse:
         self._cached: dict[int, Chain] = {}
         self._gated: dict[int, int] = {}
         self._heap: list[tuple[float, int]] = []
-        self._model = HazardModel()
-        self._tails = TailCounts()
-        self._watched = Watched()
+        self._prospects = Prospects()
         self._requests = 0
         self._rescore_at = 0
-        self._blocks = 0
-        self._now = 0.0
 
     # -- requests -------------------------------------------------------------------------------
 
     def touch(self, touch: Touch) -> None:
-        self._cover()
-        self._now = max(self._now, touch.time)
+        self._pass(touch.time)
         self._requests += 1
         if touch.hashes:
             self._use(touch)
-        if self._requests % _LEARN_EVERY == 0:
-            self._learn()
+        self._prospects.request()
         self._drop_ghosts()
+
+    def hint(self, touch: Touch) -> None:
+        self._pass(touch.time)
+        chain = self._chains.ending(touch.hashes) if touch.hashes else None
+        if chain is not None and not (chain.whole or chain.lost):
+            self._prospects.tell(chain, touch.hints)
+            self._queue(chain)
 
     def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
         self._cover()
-        self._now = max(self._now, time)
-        self._blocks += len(slots)
+        self._pass(time)
         chain = self._chains.awaiting(hashes[:HASH_BYTES]) or self._ending_at(parent)
         if chain is None:
-            size = size_class(len(slots))
-            chain = self._open(len(slots), 0, Kind(Group.FIRST, 0, size, size, NO_GAP))
-        # What is computed beyond a prompt makes it longer.
-        chain.length = max(chain.length, chain.end + len(slots))
+            chain = self._open(len(slots), 0, _Line(0, time), NO_HINTS)
+            self._chains.name(chain, keys_of(hashes), 0)
+        if (beyond := len(slots) - chain.missing) > 0:
+            # What is computed beyond a prompt makes it longer.
+            chain.grow(beyond)
         self._keep(chain, slots)
         if not chain.missing:
             self._chains.await_block(chain, None)
-            if chain.anchors:
-                self._chains.name(chain, hashes)
+            if beyond > 0:
+                self._chains.rename(chain, hashes)
 
     def forget(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
         for chain in self._owners(known):
-            kept = chain.slots[np.isin(chain.slots, known, invert=True)]
-            self._blocks -= len(chain.slots) - len(kept)
             # What stays behind a gap is told of as orphans next.
-            self._set(chain, kept)
+            self._set(chain, chain.slots[np.isin(chain.slots, known, invert=True)])
         self._owner[known] = NOBODY
         self._open_gates(self._occupancy.parent[known])
 
@@ -113,8 +116,9 @@ class Reuse:
         for chain in self._owners(below):
             self._set(chain, chain.slots[np.isin(chain.slots, below, invert=True)])
         for run in runs:
-            unreachable = self._chains.open(self._now, len(run), 0, _NO_KIND, None)
-            unreachable.lost = True
+            now = self._prospects.now
+            unreachable = Chain(self._chains.next, now, len(run), 0, _NO_KIND, None, now, lost=True)
+            self._chains.enter(unreachable)
             self._keep(unreachable, run)
 
     # -- victims --------------------------------------------------------------------------------
@@ -124,87 +128,54 @@ class Reuse:
         if self._requests >= self._rescore_at:
             self._rescore()
         heap = self._heap
-        busy: list[tuple[float, int]] = []
+        busy: list[Chain] = []
         chosen = NO_SLOTS
         while heap and not len(chosen):
             before, number = heappop(heap)
             chain = self._cached.get(number)
             if chain is None or chain.gate is not None:
                 continue
-            worth = self._worth(chain)
+            worth = self._prospects.worth(chain)
             following = heap[0][0] if heap else worth
             if worth > following and worth > before:
                 heappush(heap, (worth, number))
                 continue
             if newest is not None and chain is not newest:
-                refused, offered = self._refuse(newest, worth)
+                refused, offered = self._prospects.refuse(newest, worth)
                 limit -= refused
                 following = min(following, offered)
                 newest = None
             if limit <= 0:
-                busy.append((worth, number))
+                busy.append(chain)
                 break
-            chosen = self._leading_leaves(chain.slots[: -self._droppable(chain, following, limit) - 1 : -1])
+            most = min(limit, self._prospects.droppable(chain, following))
+            chosen = leading_leaves(self._occupancy, chain.slots[: -most - 1 : -1])
             if len(chosen):
                 self._drop(chain, chosen)
             elif self._occupancy.pins[chain.slots[-1]]:
-                busy.append((worth, number))
+                busy.append(chain)
             else:
                 chain.gate = int(chain.slots[-1])
                 self._gated[chain.gate] = number
-        for entry in busy:
-            heappush(heap, entry)
+        for chain in busy:
+            self._queue(chain)
         return chosen
-
-    def _refuse(self, newest: Chain, present: float) -> tuple[int, float]:
-        """(Blocks at its end that are worth less than what would go, worth of the last that is not)."""
-        worth = self._model.worth(newest.kind, self._now - newest.time)
-        while newest.planned > newest.end:
-            missing = newest.length - newest.planned
-            offered = worth * self._tails.share(missing)
-            if offered >= present:
-                return missing, offered
-            refused = self._tails.droppable(missing, present / worth)
-            newest.planned -= min(refused, newest.planned - newest.end)
-        return newest.length - newest.planned, inf
 
     def _drop(self, chain: Chain, chosen: SlotArray) -> None:
         self._owner[chosen] = NOBODY
-        self._blocks -= len(chosen)
         self._set(chain, chain.slots[: -len(chosen)])
         if len(chain.slots):
-            heappush(self._heap, (self._worth(chain), chain.number))
-        else:
+            self._queue(chain)
+        elif self._gated:
             self._open_gates(self._occupancy.parent[chosen[-1:]])
 
-    def _droppable(self, chain: Chain, following: float, limit: int) -> int:
-        """How many of a chain's last blocks go before another chain is worth less."""
-        if chain.whole or chain.lost:
-            return limit
-        full = self._model.worth(chain.kind, self._now - chain.time)
-        return min(limit, self._tails.droppable(chain.missing, following / full))
-
-    def _leading_leaves(self, tail_first: SlotArray) -> SlotArray:
-        """The longest run of which each is a leaf once its predecessors are gone."""
-        occupancy = self._occupancy
-        held = occupancy.children[tail_first]
-        held[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
-        held += occupancy.pins[tail_first]
-        blocked = held.nonzero()[0]
-        return tail_first[: blocked[0]] if len(blocked) else tail_first
-
-    def _worth(self, chain: Chain) -> float:
-        """Hits a second that each of its blocks brings, at best, while it is kept."""
-        if chain.lost:
-            return _UNREACHABLE
-        worth = self._model.worth(chain.kind, self._now - chain.time)
-        return worth if chain.whole else worth * self._tails.share(chain.missing)
+    def _queue(self, chain: Chain) -> None:
+        heappush(self._heap, (self._prospects.worth(chain), chain.number))
 
     def _rescore(self) -> None:
         """Ages have moved on: put all resident chains in order again."""
-        self._heap = [
-            (self._worth(each), number) for number, each in self._cached.items() if each.gate is None
-        ]
+        worth = self._prospects.worth
+        self._heap = [(worth(each), number) for number, each in self._cached.items() if each.gate is None]
         heapify(self._heap)
         self._rescore_at = self._requests + max(1, len(self._heap) // _RESCORE_SHARE)
 
@@ -216,7 +187,7 @@ class Reuse:
             chain = self._cached.get(self._gated.pop(slot, NOBODY))
             if chain is not None:
                 chain.gate = None
-                heappush(self._heap, (self._worth(chain), chain.number))
+                self._queue(chain)
 
     # -- chains ---------------------------------------------------------------------------------
 
@@ -225,69 +196,76 @@ class Reuse:
         length, hit = len(touch.hashes) // HASH_BYTES, len(touch.slots)
         missing = touch.hashes[hit * HASH_BYTES :]
         known, gone = hit, None
-        if missing and (deepest := self._chains.deepest(missing)) is not None:
+        keys = keys_of(touch.hashes)
+        if missing and (deepest := self._chains.deepest(keys[hit:])) is not None:
             known, gone = hit + deepest[0] + 1, deepest[1]
-        turn, gap = self._take_over(touch.slots, known, gone)
-        group = Group.ENDED if touch.hints.ended else Group.LATER if turn else Group.FIRST
-        kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
-        chain = self._open(length, turn, kind)
-        self._chains.name(chain, touch.hashes)
+        line = self._take_over(touch.slots, known, gone)
+        chain = self._open(length, known, line, touch.hints)
+        self._chains.name(chain, keys, known)
         if missing:
             self._chains.await_block(chain, missing[:HASH_BYTES])
         if hit:
             self._keep(chain, touch.slots)
 
-    def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> tuple[int, int]:
-        """Part blocks from the chains that had them; (turn, gap class) of the request that uses them.
+    def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> _Line:
+        """Part blocks from the chains that had them; what the request that uses them goes on from.
 
         ``gone`` is the chain that reaches deepest, to block ``known``, if beyond the resident ones.
         """
-        origin = None if gone is None else self._part(gone, known, 0)
-        owners = self._owner[slots]
-        starts = [0, *((owners[1:] != owners[:-1]).nonzero()[0] + 1).tolist()] if len(slots) else []
-        stop = len(slots)
-        for start in reversed(starts):
-            chain = self._chains.by_number.get(int(owners[start]))
-            if chain is not None and chain is not gone:
+        line = None if gone is None else self._part(gone, known, 0)
+        if len(slots):
+            deepest = int(self._owner[slots[-1]])
+            for owner, start, stop in owned_runs(self._owner, slots):
+                chain = self._chains.by_number.get(owner)
+                if chain is None or chain is gone:
+                    continue
                 children = int(self._occupancy.children[slots[stop - 1]])
                 used = self._part(chain, chain.first + stop - start, children)
-                if gone is None and stop == len(slots):
-                    origin = used
-            stop = start
-        return origin or (0, NO_GAP)
+                if gone is None and owner == deepest:
+                    line = used
+        return line or _Line(0, self._prospects.now)
 
-    def _part(self, chain: Chain, end: int, children: int) -> tuple[int, int] | None:
-        """Take a chain's blocks up to ``end``; (turn, gap class) of who goes on there, if anybody does."""
+    def _part(self, chain: Chain, end: int, children: int) -> _Line | None:
+        """Take a chain's blocks up to ``end``; what is gone on from there, if anything is."""
         if end <= chain.first:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
-        turn = None
+        line = None
         if share > _CONTINUED and children < _HUB:
-            turn = chain.turn + 1, gap_class(self._now - chain.time)
-            self._tails.count(chain.length - end)
-            self._watched.end(chain.row, self._now, continued=True)
+            line = _Line(chain.turn + 1, chain.born)
+            self._prospects.continued(chain, chain.length - end)
             self._leave_over(chain, chain.length - end)
         kept = chain.slots[end - chain.first :].copy()
         chain.first = end
         self._set(chain, kept)
         if end >= chain.length:
             self._close(chain)
-        return turn
+        return line
 
     def _leave_over(self, chain: Chain, blocks: int) -> None:
         """A chain was continued elsewhere: its last blocks are a branch that was left, used just now."""
-        chain.kind = self._model.number(Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(blocks), 0, NO_GAP))
-        chain.time, chain.whole = self._now, True
-        chain.row = self._watched.begin(chain.kind, self._now)
+        chain.time, chain.idle, chain.whole = self._prospects.now, 0.0, True
+        self._prospects.begin(chain, Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(blocks), 0, NO_GAP))
         self._chains.renew(chain)
 
-    def _open(self, length: int, turn: int, kind: Kind) -> Chain:
-        number = self._model.number(kind)
-        return self._chains.open(self._now, length, turn, number, self._watched.begin(number, self._now))
+    def _open(self, length: int, known: int, line: _Line, hints: Hints) -> Chain:
+        """A chain of a prompt whose first ``known`` blocks somebody had asked for before."""
+        now, turn = self._prospects.now, line.turn
+        chain = Chain(self._chains.next, now, length, turn, _NO_KIND, None, line.born, planned=length)
+        chain.fresh = length - known if known else ALL_OF_IT
+        self._chains.enter(chain)
+        # The time between uses, all of them so far: what is popular is told from what came back at once.
+        gap = gap_class((now - line.born) / turn) if turn else NO_GAP
+        group = group_of(hints, turn)
+        kind = Kind(group, turn_class(turn), size_class(length - known), size_class(length), gap)
+        self._prospects.begin(chain, kind)
+        if hints.priority or hints.idle_seconds:
+            self._prospects.tell(chain, hints)
+        return chain
 
     def _close(self, chain: Chain) -> None:
         """Nothing of it is resident, and it is remembered no longer."""
-        self._watched.end(chain.row, self._now, continued=False)
+        self._prospects.ended(chain)
         self._chains.close(chain)
 
     def _owners(self, slots: SlotArray) -> list[Chain]:
@@ -304,14 +282,15 @@ class Reuse:
         """A chain has these blocks too, behind those that it had."""
         self._owner[slots] = chain.number
         self._set(chain, np.concatenate((chain.slots, slots)) if len(chain.slots) else slots)
-        heappush(self._heap, (self._worth(chain), chain.number))
+        self._queue(chain)
 
     def _set(self, chain: Chain, slots: SlotArray) -> None:
+        self._prospects.resized(chain, len(slots) - len(chain.slots))
         chain.slots = slots
         if chain.gate is not None and not (len(slots) and slots[-1] == chain.gate):
             self._gated.pop(chain.gate, None)
             chain.gate = None
-            heappush(self._heap, (self._worth(chain), chain.number))
+            self._queue(chain)
         if len(slots):
             self._cached[chain.number] = chain
             return
@@ -321,7 +300,7 @@ class Reuse:
 
     def _drop_ghosts(self) -> None:
         """Remember as many chains as there are blocks to decide over, and some."""
-        most = max(_GHOSTS_LEAST, _GHOSTS_A_BLOCK * self._blocks)
+        most = max(_GHOSTS_LEAST, _GHOSTS_A_BLOCK * self._prospects.blocks)
         for _ in range(_LOOKS):
             if len(self._chains) <= most:
                 return
@@ -331,12 +310,8 @@ class Reuse:
             else:
                 self._close(chain)
 
-    def _learn(self) -> None:
-        self._model.learn(*self._watched.collect(self._now))
-        fade = self._requests % _FADE_EVERY == 0
-        if fade:
-            self._model.fade()
-        self._tails.refresh(fade=fade)
+    def _pass(self, time: float) -> None:
+        self._prospects.now = max(self._prospects.now, time)
 
     def _cover(self) -> None:
         size = len(self._occupancy.pins)

@@ -26,7 +26,7 @@ class Watched:
         self._kinds = 0
 
     def begin(self, kind: int, now: float) -> int:
-        """Watch a chain that was last used now; the row that names it."""
+        """Watch a chain that can be continued from ``now`` on; the row that names it."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -40,18 +40,28 @@ class Watched:
         """A chain was continued, or is watched no longer."""
         if row is None:
             return
-        kind, age = int(self._kind[row]), now - float(self._since[row])
+        kind, age = int(self._kind[row]), max(0.0, now - float(self._since[row]))
         self._ended.append((kind, float(self._counted[row]), age))
         if continued:
             self._events.append(kind * BUCKETS + bucket(age))
         self._kind[row] = _FREE
         self._free.append(row)
 
+    def change(self, row: int | None, kind: int, since: float) -> None:
+        """A chain is of another kind, and can be continued from another time on."""
+        if row is None:
+            return
+        self._kind[row] = kind
+        if since != self._since[row]:
+            self._since[row] = since
+            self._counted[row] = 0
+        self._kinds = max(self._kinds, kind + 1)
+
     def collect(self, now: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(kinds, buckets) of continuations and of seconds at risk since the last time."""
         size = self._kinds
         live = np.flatnonzero(self._kind != _FREE)
-        ages = now - self._since[live]
+        ages = np.maximum(now - self._since[live], 0)
         ended = np.array(self._ended, dtype=np.float64).reshape(-1, 3)
         kinds = np.concatenate((self._kind[live], ended[:, 0].astype(np.int64)))
         before = np.concatenate((self._counted[live], ended[:, 1]))

@@ -19,7 +19,6 @@ from kvstore.evict.hazard import (
     Group,
     HazardModel,
     Kind,
-    TailCounts,
     bucket,
     gittins,
     size_class,
@@ -27,6 +26,7 @@ from kvstore.evict.hazard import (
     turn_class,
 )
 from kvstore.evict.reuse import Reuse
+from kvstore.evict.tails import Tails
 from kvstore.evict.watch import Watched
 from kvstore.hints import Hints
 from tests.support.policy_forest import Forest, hashes_of, slots_of
@@ -113,14 +113,27 @@ def test_watched_chains_are_counted_once_for_every_second() -> None:
 
 
 def test_a_tail_that_continuations_leave_unused_is_worth_less() -> None:
-    tails = TailCounts()
+    tails = Tails()
     for _ in range(98):
-        tails.count(1)
+        tails.count(1, 5, 2)
     tails.refresh(fade=False)
-    assert tails.share(0) == pytest.approx(0.01)
-    assert tails.share(1) == 1.0
-    assert tails.droppable(0, 0.5) == 1
-    assert tails.droppable(0, 1.0) > 1_000_000
+    assert tails.share(0, 5, 2) == pytest.approx(0.01, rel=0.02)
+    assert tails.share(1, 5, 2) == pytest.approx(0.99, rel=0.01)
+    assert tails.droppable(0, 5, 2, 0.5) == 1
+    assert tails.droppable(0, 5, 2, 1.0) > 1_000_000
+
+
+def test_where_prompts_part_what_follows_is_worth_little() -> None:
+    """Questions about one document: each leaves what the one before it asked, however long that was."""
+    tails = Tails()
+    for unused in (3, 8, 20):
+        for _ in range(30):
+            tails.count(unused, unused, 4)
+    tails.refresh(fade=False)
+    assert tails.share(5, 6, 4) < 0.02
+    assert tails.share(6, 6, 4) == 1.0
+    assert tails.droppable(1, 6, 4, 0.5) == 5
+    assert tails.share(5, 6, 1) > 0.4, "of other turns nothing is known"
 
 
 @pytest.mark.parametrize(("turn", "expected"), [(0, 0), (5, 5), (6, 6), (7, 6), (8, 7), (10**9, 12)])

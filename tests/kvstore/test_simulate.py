@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.evict.lru import LRU
-from kvstore.simulate import HitCounts, Instance, Workload, count_hits, replay
+from kvstore.simulate import HitCounts, Instance, Traffic, Workload, count_hits, replay
 from kvstore.trace import Request, TraceError, read_trace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_lru_hits_what_it_is_known_to_hit(conversation: Workload, blocks: int, p
 
 def test_the_ceiling_is_what_two_public_tools_print(conversation: Workload) -> None:
     counts = replay(conversation, LRU, None)
-    assert (counts.requests, counts.asked_blocks) == (12_031, 288_500)
+    assert (counts.requests, counts.asked.blocks) == (12_031, 288_500)
     assert counts.block_rate * 100 == pytest.approx(36.64, abs=POINTS)
     assert counts.token_rate * 100 == pytest.approx(37.4, abs=POINTS)
     assert counts.token_rate_warm * 100 == pytest.approx(39.8, abs=POINTS)
@@ -89,19 +89,17 @@ def test_a_hit_is_a_leading_run_and_its_tokens_those_of_the_prompt(tmp_path: Pat
     assert hits_of(requests, 100) == [0, 3, 2, 0]
     assert replay(Workload.of(requests), LRU, None) == HitCounts(
         requests=4,
-        asked_blocks=12,
-        hit_blocks=5,
-        asked_tokens=1124 + 1124 + 1536 + 1536,
-        hit_tokens=1124 + 1024,
-        asked_tokens_warm=1536 + 1536,
-        hit_tokens_warm=1024,
+        asked=Traffic(blocks=12, tokens=1124 + 1124 + 1536 + 1536, full_tokens=1024 + 1024 + 1536 + 1536),
+        hit=Traffic(blocks=5, tokens=1124 + 1024, full_tokens=1024 + 1024),
+        asked_warm=Traffic(blocks=6, tokens=1536 + 1536, full_tokens=1536 + 1536),
+        hit_warm=Traffic(blocks=2, tokens=1024, full_tokens=1024),
     )
 
 
 def test_the_middle_request_of_an_odd_number_is_warm(tmp_path: Path) -> None:
     requests = read_trace([write(tmp_path / "trace.jsonl", line([1]), line([1]), line([1]))])
-    counts = count_hits(requests, [0, 1, 1])
-    assert (counts.asked_tokens_warm, counts.hit_tokens_warm) == (2 * BLOCK, 2 * BLOCK)
+    counts = count_hits(Workload.of(requests), [0, 1, 1])
+    assert (counts.asked_warm.tokens, counts.hit_warm.tokens) == (2 * BLOCK, 2 * BLOCK)
 
 
 def test_a_tail_goes_before_its_head(tmp_path: Path) -> None:
@@ -248,15 +246,36 @@ def small_trace(tmp_path: Path) -> Path:
 def test_json_gives_fractions_by_policy_and_capacity(small_trace: Path) -> None:
     done = run_cli("simulate", small_trace, "--policy", "lru", "--capacity", "2,1k,unlimited", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    tokens = 3 * 1024 + 524
-    warm = {"hit_blocks": 0.5, "hit_tokens": (1024 + 524) / tokens, "hit_tokens_warm": 1.0}
-    tight = {"hit_blocks": 0.25, "hit_tokens": 524 / tokens, "hit_tokens_warm": 524 / 1548}
+    tokens, full = 3 * 1024 + 524, 3 * 1024 + 512
+    wide = {
+        "hit_blocks": 0.5,
+        "hit_tokens": (1024 + 524) / tokens,
+        "hit_full_tokens": (1024 + 512) / full,
+        "hit_blocks_warm": 1.0,
+        "hit_tokens_warm": 1.0,
+        "hit_full_tokens_warm": 1.0,
+    }
+    tight = {
+        "hit_blocks": 0.25,
+        "hit_tokens": 524 / tokens,
+        "hit_full_tokens": 512 / full,
+        "hit_blocks_warm": 0.5,
+        "hit_tokens_warm": 524 / 1548,
+        "hit_full_tokens_warm": 512 / 1536,
+    }
     assert json.loads(done.stdout) == {
         "trace": str(small_trace),
+        "requests": 4,
+        "asked_blocks": 8,
+        "distinct_blocks": 4,
+        "unlimited": wide,
+        "instances": 1,
+        "routing": "round_robin",
+        "shared_blocks": 0,
         "results": [
             {"policy": "lru", "capacity_blocks": 2, **tight},
-            {"policy": "lru", "capacity_blocks": 1000, **warm},
-            {"policy": "lru", "capacity_blocks": None, **warm},
+            {"policy": "lru", "capacity_blocks": 1000, **wide},
+            {"policy": "lru", "capacity_blocks": None, **wide},
         ],
     }
 
@@ -283,7 +302,7 @@ def test_the_progress_bar_is_on_stderr(small_trace: Path) -> None:
     ("options", "message"),
     [
         (["--capacity", "1k,many"], "--capacity names 'many', expected a number of blocks"),
-        (["--capacity", "0"], "--capacity names '0', expected a number of blocks above zero"),
+        (["--capacity", "0"], "--capacity names '0', expected room for at least one block"),
         (["--policy", "mru"], "--policy names 'mru', expected all or some of lru, lfu"),
         (["absent.jsonl"], "absent.jsonl cannot be read"),
     ],
@@ -309,7 +328,7 @@ def test_prompts_given_as_tokens_are_cut_into_whole_blocks(tmp_path: Path) -> No
     requests = read_trace([write(tmp_path / "trace.jsonl", *lines)], block_tokens=4)
     assert [len(request.chain) for request in requests] == [2, 2, 2]
     counts = replay(Workload.of(requests), LRU, None)
-    assert (counts.asked_tokens, counts.hit_tokens) == (28, 8 + 4)
+    assert (counts.asked.tokens, counts.hit.tokens) == (28, 8 + 4)
 
 
 def test_a_token_that_is_none_is_named(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from kvstore.trace import Request
 
 
 class TableMemory:
-    """A memory of one extent whose slots stand for blocks."""
+    """A memory whose slots stand for blocks; ``blocks`` of the smallest size fill an extent."""
 
-    def __init__(self, blocks: int) -> None:
-        self.extents = 1
+    def __init__(self, blocks: int, extents: int = 1) -> None:
+        self.extents = extents
         self.extent_bytes = blocks * SLOT_ALIGNMENT
         self.inline_tables = False
 

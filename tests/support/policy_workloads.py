@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.random import Generator
@@ -115,4 +116,4 @@ def with_ends(workload: Workload) -> Workload:
         )
         for number, (request, ids) in enumerate(zip(workload.requests, workload.blocks, strict=True))
     ]
-    return Workload(requests, workload.blocks, workload.parents)
+    return replace(workload, requests=requests)
