@@ -7,40 +7,20 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from http import HTTPStatus
 from typing import TypeVar
 
-from kvstore.block import TierName
-from kvstore.tiers.base import TierStatus
+from kvstore.web.assets import load_assets
+from kvstore.web.history import Past
+from kvstore.web.live import Live, live_json, past_json
+from kvstore.web.readiness import Readiness, State
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
 _STALLED = "stalled"
+_SHOWN_CHARACTERS = 100
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger(__name__)
-
-
-class State(StrEnum):
-    """What a server is doing; it takes requests while it is SERVING."""
-
-    LOADING = "loading"
-    SERVING = "serving"
-    FAILING = "failing"
-    """A background task died and is about to be started again."""
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Whether requests are welcome.
-
-    A tier that is down is shown with its reason and changes nothing: it costs hits, never a request;
-    to take the whole server out of service for it would cost all hits.
-    """
-
-    state: State
-    tiers: Mapping[TierName, TierStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +30,9 @@ class Questions:
     metrics: Callable[[str], Awaitable[tuple[bytes, str]]]
     """Body and content type for an ``Accept`` header."""
     readiness: Callable[[], Awaitable[Readiness]]
+    live: Callable[[], Awaitable[Live]]
+    past: Callable[[], Awaitable[tuple[str, Past]]]
+    """And of which instance, as ``Live`` says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +61,26 @@ class Pages:
         self._questions = questions
         self._loop = loop
         self._owner_seconds = owner_seconds
+        self._files = {
+            path: Page(HTTPStatus.OK, asset.content_type, asset.body) for path, asset in load_assets().items()
+        }
         self._paths: Mapping[str, Callable[[str], Page]] = {
             "/metrics": self._metrics,
             "/healthz": self._health,
             "/readyz": self._readiness,
+            "/live.json": self._live,
+            "/history.json": self._history,
         }
 
     def page(self, path: str, accept: str) -> Page:
         """The answer to a GET of ``path`` (no query) with this ``Accept`` header."""
+        if path in self._files:
+            return self._files[path]
         if path not in self._paths:
-            known = ", ".join(self._paths)
-            return _text(HTTPStatus.NOT_FOUND, f"there is no {path}, expected one of {known}")
+            known = ", ".join(("/", *self._paths))
+            return _text(
+                HTTPStatus.NOT_FOUND, f"there is no {path[:_SHOWN_CHARACTERS]}, expected one of {known}"
+            )
         try:
             return self._paths[path](accept)
         except OwnerSilentError:
@@ -108,12 +100,13 @@ class Pages:
     def _readiness(self, _accept: str) -> Page:
         readiness = self._ask(self._questions.readiness)
         is_ready = readiness.state is State.SERVING
-        tiers = {
-            str(tier): {"healthy": status.healthy, "reason": status.reason}
-            for tier, status in readiness.tiers.items()
-        }
-        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return _json(status, {"ready": is_ready, "state": readiness.state, "tiers": tiers})
+        return _json(HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE, readiness.as_json())
+
+    def _live(self, _accept: str) -> Page:
+        return Page(HTTPStatus.OK, _JSON, live_json(self._ask(self._questions.live)))
+
+    def _history(self, _accept: str) -> Page:
+        return Page(HTTPStatus.OK, _JSON, past_json(*self._ask(self._questions.past)))
 
     def _stalled(self, path: str) -> Page:
         if path == "/readyz":

@@ -18,6 +18,16 @@ from kvstore.web.pages import Pages, Questions
 
 _POLL_SECONDS = 0.2
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many connections\n"
+_SAFE = {
+    # The page loads what it needs from here, and nothing from anywhere else, whatever text it shows.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # After an upgrade a page of the new version is shown, with counts of now.
+    "Cache-Control": "no-store",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +45,7 @@ class WebLimits:
 
 
 class WebServer:
-    """/metrics, /healthz and /readyz of one store. Thread-safe."""
+    """The pages of one store. Thread-safe."""
 
     def __init__(
         self,
@@ -154,6 +164,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(page.status)
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
+        for name, value in _SAFE.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(page.body)

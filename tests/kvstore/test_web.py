@@ -20,9 +20,11 @@ from kvstore.address import Address
 from kvstore.block import TierName
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import TierStatus
-from kvstore.web import Questions, Readiness, State, WebLimits, WebServer
+from kvstore.web import Live, Past, Questions, Readiness, State, WebLimits, WebServer
+from kvstore.web.assets import FILES
 
 LOOPBACK = Address(host="127.0.0.1")
+KNOWN = b"/, /metrics, /healthz, /readyz, /live.json, /history.json\n"
 ROOMY = WebLimits(owner_seconds=10.0)
 """For tests in which the owner answers: on a busy machine that takes as long as it takes."""
 
@@ -45,6 +47,16 @@ class Owner:
 
     async def ready(self) -> Readiness:
         return self.readiness
+
+    async def live(self) -> Live:
+        return Live("instance", "1.2", 3.5, self.readiness, {}, ())
+
+    async def past(self) -> tuple[str, Past]:
+        return "instance", Past()
+
+    @property
+    def questions(self) -> Questions:
+        return Questions(self.metrics, self.ready, self.live, self.past)
 
     @contextmanager
     def stuck(self) -> Iterator[None]:
@@ -74,8 +86,7 @@ def _owner() -> Iterator[Owner]:
 
 @contextmanager
 def serving(owner: Owner, limits: WebLimits = ROOMY, address: Address = LOOPBACK) -> Iterator[WebServer]:
-    questions = Questions(owner.metrics, owner.ready)
-    server = WebServer(address, questions, owner.loop, clock=time.monotonic, limits=limits)
+    server = WebServer(address, owner.questions, owner.loop, clock=time.monotonic, limits=limits)
     server.start()
     try:
         yield server
@@ -90,8 +101,12 @@ class Reply:
     body: bytes
 
 
+def connection_to(server: WebServer) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+
+
 def ask(server: WebServer, path: str, method: str = "GET", **headers: str) -> Reply:
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+    with closing(connection_to(server)) as connection:
         connection.request(method, path, headers=headers)
         response = connection.getresponse()
         return Reply(response.status, response.headers["Content-Type"], response.read())
@@ -170,6 +185,39 @@ def test_health_is_that_the_owner_answers(owner: Owner) -> None:
         assert ask(server, "/healthz") == Reply(200, "text/plain; charset=utf-8", b"ok\n")
 
 
+@pytest.mark.parametrize("path", FILES)
+def test_the_page_comes_from_memory_and_may_load_nothing_from_elsewhere(owner: Owner, path: str) -> None:
+    with serving(owner) as server, owner.stuck(), closing(connection_to(server)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        body = response.read()
+    policy = response.headers["Content-Security-Policy"]
+    assert (response.status, response.headers["Content-Type"]) == (200, FILES[path][1])
+    assert response.headers["X-Content-Type-Options"] == "nosniff"
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert body
+    outside = body.replace(b"http://www.w3.org/2000/svg", b"")
+    assert b"//" not in outside.replace(b"// ", b""), "an address"
+
+
+def test_the_present_and_the_past_are_json(owner: Owner) -> None:
+    with serving(owner) as server:
+        live, past = ask(server, "/live.json"), ask(server, "/history.json")
+    assert [reply.content_type for reply in (live, past)] == ["application/json"] * 2
+    assert json.loads(live.body) == {
+        "instance": "instance",
+        "version": "1.2",
+        "uptime_seconds": 3.5,
+        "ready": True,
+        "state": "serving",
+        "tiers": {},
+        "samples": [],
+        "namespaces": [],
+    }
+    assert json.loads(past.body) == {"instance": "instance", "ages_seconds": [], "series": []}
+
+
 def test_a_stuck_owner_is_seen(owner: Owner) -> None:
     with serving(owner, WebLimits(owner_seconds=0.05)) as server:
         with owner.stuck():
@@ -185,7 +233,9 @@ def test_an_owner_that_is_gone_is_seen() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     with serving(Owner(loop, threading.current_thread())) as server:
-        assert [ask(server, path).status for path in ("/healthz", "/readyz", "/metrics")] == [503] * 3
+        asked = ("/healthz", "/readyz", "/metrics", "/live.json", "/history.json")
+        assert [ask(server, path).status for path in asked] == [503] * len(asked)
+        assert ask(server, "/").status == 200, "the page itself says that nobody answers"
 
 
 def test_an_answer_that_fails_is_logged(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
@@ -203,10 +253,14 @@ def test_an_answer_that_fails_is_logged(owner: Owner, caplog: pytest.LogCaptureF
     ("method", "path", "status", "body"),
     [
         ("HEAD", "/healthz", 200, b""),
-        ("GET", "/", 404, b"there is no /, expected one of /metrics, /healthz, /readyz\n"),
-        ("GET", "/healthz/", 404, b"there is no /healthz/, expected one of /metrics, /healthz, /readyz\n"),
+        ("GET", "/healthz/", 404, b"there is no /healthz/, expected one of " + KNOWN),
+        ("GET", "/../metric_table.py", 404, b"there is no /../metric_table.py, expected one of " + KNOWN),
+        ("GET", "/%2e%2e/pages.py", 404, b"there is no /%2e%2e/pages.py, expected one of " + KNOWN),
+        ("GET", "http://elsewhere/", 404, b"there is no http://elsewhere/, expected one of " + KNOWN),
+        ("GET", "/" + "a" * 999, 404, b"there is no /" + b"a" * 99 + b", expected one of " + KNOWN),
         ("POST", "/metrics", 405, b"405 nothing can be changed here; use GET\n"),
         ("DELETE", "/metrics", 405, b"405 nothing can be changed here; use GET\n"),
+        ("PUT", "/", 405, b"405 nothing can be changed here; use GET\n"),
         ("BREW", "/metrics", 501, b"501 Unsupported method ('BREW')\n"),
     ],
 )
@@ -223,6 +277,8 @@ def test_other_paths_and_methods(owner: Owner, method: str, path: str, status: i
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n", b"400"),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\nAccept: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET /\0\xff\x1b[2J HTTP/1.1\r\n\r\n", b"404"),
     ],
 )
 def test_a_bad_request_is_refused(owner: Owner, request_bytes: bytes, status: bytes) -> None:
@@ -289,9 +345,7 @@ def test_an_address_in_use_is_named(owner: Owner) -> None:
         with pytest.raises(
             ConfigError, match=rf"http_listen {address} cannot be listened on: Address already"
         ):
-            WebServer(
-                address, Questions(owner.metrics, owner.ready), owner.loop, clock=time.monotonic
-            ).start()
+            WebServer(address, owner.questions, owner.loop, clock=time.monotonic).start()
 
 
 def test_an_ipv6_address(owner: Owner) -> None:
@@ -299,9 +353,7 @@ def test_an_ipv6_address(owner: Owner) -> None:
     address = Address(host="::1")
     if not has_ipv6():
         with pytest.raises(ConfigError, match=r"http_listen \[::1\]:0 cannot be listened on"):
-            WebServer(
-                address, Questions(owner.metrics, owner.ready), owner.loop, clock=time.monotonic
-            ).start()
+            WebServer(address, owner.questions, owner.loop, clock=time.monotonic).start()
         return
     with (
         serving(owner, address=address) as server,
