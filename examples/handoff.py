@@ -13,7 +13,8 @@ from kvstore.config import Config
 from kvstore.tiers.redis_embedded import EmbeddedRedis
 from prefill.assemble import Worker, build_worker, load_configured
 from prefill.handoff import Handoff
-from prefill.request import Request, Result
+from prefill.output import StepOutput
+from prefill.request import Request
 
 TEXT = "A prefix cache keeps what a model has computed of a prompt, so that nobody computes it twice. " * 40
 
@@ -36,12 +37,21 @@ def main() -> None:
         for name in ("cold", "warm"):
             tell(name, first, request(name))
 
-        message = first.engine.prefill(request("handed over")).to_bytes()
+        first.engine.submit_prefill(request("handed over"))
+        [done] = finish(first)
+        assert done.handoff is not None
+        message = done.handoff.to_bytes()
         first.store.drain(30.0)  # whole blocks go through Redis, the unfinished tail in the message
         second.engine.resume(Handoff.from_bytes(message))
+        admitted, *others, last = finish(second)
+        assert admitted.admitted  # the second worker holds its own lease now
         first.engine.acknowledge("handed over")
-        [result] = finish(second)
-        print(f"handed over: {len(message)} bytes, {result.computed_tokens} prompt tokens computed again")
+        assert last.result is not None
+        result = last.result
+        print(
+            f"handed over: {len(message)} bytes, {result.computed_tokens} prompt tokens computed again, "
+            f"{len(others) + 1} tokens said by the second worker"
+        )
         print(loaded.tokenizer.decode(result.tokens))
         first.close()
         second.close()
@@ -55,11 +65,11 @@ def tell(name: str, worker: Worker, request: Request) -> None:
     )
 
 
-def finish(worker: Worker) -> list[Result]:
-    results: list[Result] = []
+def finish(worker: Worker) -> list[StepOutput]:
+    outputs: list[StepOutput] = []
     while not worker.engine.idle:
-        results += worker.engine.step()
-    return results
+        outputs += worker.engine.step()
+    return outputs
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from kvstore.events import Listener
 from kvstore.evict.lru import LRU
 from kvstore.spec import NamespaceSpec, slot_bytes_for
 from kvstore.store import TieredStore, Tiers
-from kvstore.tiers.device import DeviceTier
+from kvstore.tiers.device import DeviceTier, free_share
 from prefill.engine import Engine, EngineOptions
 from prefill.model import LoadedModel, load_model
 from prefill.paged import KVMemory
@@ -25,6 +25,7 @@ from prefill.runner import Runner
 from prefill.spec import LAYOUT, ModelSpec
 
 PLANES = 2
+_DEFAULTS = EngineOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,18 @@ def build_worker(
     *,
     clock: Callable[[], float],
     listeners: tuple[Listener, ...] = (),
+    options: EngineOptions = _DEFAULTS,
+    wake: Callable[[], None] | None = None,
 ) -> Worker:
-    """Open the tiers and wire them to the model. Raises PoolError, and what the tiers raise."""
+    """Open the tiers and wire them to the model. Raises PoolError, and what the tiers raise.
+
+    The configuration and the model decide ``redis_seconds`` and ``eos_ids`` of the engine's options.
+    ``wake`` is called from other threads when the store has something to do.
+    """
     block_bytes = slot_bytes_for(model.spec.block_bytes(config.block_size))
+    if config.device_share is not None:
+        share = free_share(torch.device(config.device), config.device_share)
+        config = config.model_copy(update={"device_bytes": share})
     if config.device_bytes < block_bytes:
         raise PoolError(
             f"device_bytes is {config.device_bytes}, expected at least {block_bytes}, one block of "
@@ -92,7 +102,9 @@ def build_worker(
         )
     with ExitStack() as opened:
         tiers = _open_tiers(config, clock, opened)
-        worker = _wire(model, config, tiers, clock, listeners)
+        store = TieredStore(tiers, clock=clock, options=store_options(config), listeners=listeners)
+        decided = replace(options, redis_seconds=config.redis_acquire_seconds, eos_ids=model.spec.eos_ids)
+        worker = _wire(model, config, tiers, store, clock, decided)
         opened.pop_all()
     return worker
 
@@ -110,6 +122,7 @@ def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -
         clock=clock,
     )
     opened.callback(device.close)
+    device.pin(host.file.data)
     redis = open_redis(config, clock)
     opened.callback(redis.close)
     return Tiers(host, device, redis)
@@ -119,21 +132,14 @@ def _wire(
     model: LoadedModel,
     config: Config,
     tiers: Tiers,
+    store: TieredStore,
     clock: Callable[[], float],
-    listeners: tuple[Listener, ...],
+    options: EngineOptions,
 ) -> Worker:
     spec = NamespaceSpec(namespace_of(model.spec, config))
-    store = TieredStore(tiers, clock=clock, options=store_options(config), listeners=listeners)
     store.register(spec)
     assert isinstance(tiers.device, DeviceTier)
     memory = KVMemory(tiers.device.tensor, model.spec, config.block_size)
     runner = Runner(model.model, memory)
-    engine = Engine(
-        runner,
-        memory,
-        store,
-        spec.root,
-        clock=clock,
-        options=EngineOptions(config.redis_acquire_seconds, model.spec.eos_ids),
-    )
+    engine = Engine(runner, memory, store, spec.root, clock=clock, options=options)
     return Worker(engine, store, tiers, memory, runner, spec)

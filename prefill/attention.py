@@ -3,6 +3,13 @@
 One packed batch [1, T] holds spans of several sequences. In every layer the new keys and values
 of all spans are written to their blocks first; then each span attends to its own sequence. So a
 span may even read blocks that another span of the same step computes.
+
+Every chunk of a prompt gathers its history anew. For 6,144 tokens of the packaged model in float32
+that is 28 ms of one core, beside 4,100 ms for a chunk of 512 tokens and 610 ms for one of 64: to keep
+what was gathered would save less than it costs in memory.
+
+A GPU kernel that reads blocks through a table (variable-length, paged) would take the place of the
+loop over spans in ``paged_attention``: all that it needs is in ``PagedStep``.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -23,10 +25,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hashing import HashingError
+from kvstore.commands.groups import grouped
 from kvstore.config import EMBEDDED_REDIS, Config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.settings import LoadedConfig, Source, load_config
+from prefill.config import Started, config_for_role, load_serve_config
 from prefill.errors import PrefillError
+from prefill.options import ServeOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _messages = Console(stderr=True)
@@ -109,6 +114,39 @@ def demo(
     else:
         Console().print(as_table(outcome))
     sys.exit(0 if is_identical(outcome) else 1)
+
+
+@app.command()
+@grouped
+def serve(
+    options: ServeOptions,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print where it serves as one JSON object on stdout")
+    ] = False,
+) -> None:
+    """Serve a model over gRPC and an OpenAI-compatible API until SIGTERM or Ctrl-C, then drain and end.
+
+    Every setting of a worker may also come as PREFILL_<NAME>, every one of the store as KVSTORE_<NAME>.
+    """
+    worker = load_serve_config(options.worker, os.environ)
+    settings = load_config(toml_path=options.file, environ=os.environ, overrides=options.store)
+    _quiet_libraries(settings.config.log_level)
+
+    from kvstore.commands.serving import log_settings, redis_beside
+    from prefill.assemble import load_configured
+    from prefill.serve import Clocks, run
+
+    log_settings(settings)
+    with redis_beside(settings) as with_redis:
+        config = config_for_role(with_redis, worker.role)
+        run(
+            config,
+            worker,
+            lambda: load_configured(worker.model, config, _cache_dir()),
+            Clocks(time.monotonic, time.time),
+            partial(_announce, as_json=as_json),
+        )
 
 
 @app.command(hidden=True)
@@ -195,12 +233,24 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _quiet_libraries() -> None:
-    """The demo's own messages are the ones that matter; libraries' bars would fill the screen."""
+def _announce(started: Started, *, as_json: bool) -> None:
+    """Where the worker serves: one object on stdout, or lines on stderr."""
+    if as_json:
+        print(json.dumps(asdict(started)), flush=True)
+        return
+    _messages.print(f"{started.model}, role {started.role}, {started.context_tokens} tokens of context")
+    for address in started.grpc:
+        _messages.print(f"gRPC: {address}", highlight=False)
+    if started.http is not None:
+        _messages.print(f"OpenAI API, health and metrics: {started.http}", highlight=False)
+
+
+def _quiet_libraries(level: str = "warning") -> None:
+    """Our own messages are the ones that matter; libraries' bars would fill the screen."""
     from transformers.utils import logging as transformers_logging
 
     untyped: Any = transformers_logging
     untyped.disable_progress_bar()
     untyped.set_verbosity_error()
     handler = RichHandler(console=_messages, show_time=False, show_path=False)
-    logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])

@@ -14,11 +14,19 @@ class UnsupportedModelError(ModelError):
 
 
 class PromptError(PrefillError):
-    """Tokens do not fit the model: none at all, an id out of range, or more than its context."""
+    """Tokens do not fit the model: none at all, an id out of range. Or no token can be chosen as asked."""
 
 
 class RequestError(PrefillError):
     """A request cannot be taken as it is: its id is in use, or it asks for what this call cannot do."""
+
+
+class BusyError(PrefillError):
+    """The queue is full. ``retry_after_seconds`` is when there may be a place again."""
+
+    def __init__(self, message: str, retry_after_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class HandoffError(PrefillError):

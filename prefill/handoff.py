@@ -6,7 +6,7 @@ has no hash, so its keys and values travel in the message. Nothing is pickled.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
@@ -16,14 +16,14 @@ import xxhash
 
 from hashing import ContentItem, Extras
 from kvstore.block import Chain
-from prefill.errors import HandoffError
-from prefill.paged import KVMemory
-from prefill.request import Request
-from prefill.sequence import Sequence
+from prefill.errors import HandoffError, PromptError
+from prefill.paged import BlockTable, KVMemory
+from prefill.request import GREEDY, Request, Result, Sampling
 
-VERSION = 1
+VERSION = 2
 
 _DIGEST_BYTES = 8
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, PromptError, msgpack.UnpackException)
 _KINDS = {
     "request_id": str,
     "namespace": bytes,
@@ -32,6 +32,12 @@ _KINDS = {
     "tail": bytes,
     "output": list,
     "max_new_tokens": int,
+    "sampling": dict,
+    "stop_ids": list,
+    "ignore_eos": bool,
+    "cached_tokens": int,
+    "queue_seconds": float,
+    "execution_seconds": float,
 }
 
 
@@ -40,7 +46,9 @@ class Handoff:
     """One prefilled prompt. ``tokens`` are packed u32, ``hashes`` packed 16-byte block hashes.
 
     ``tail`` holds the KV of the tokens past the last whole block: (layers, planes, tokens, KV
-    heads, head size) in the namespace's dtype. ``output`` starts with the first token.
+    heads, head size) in the namespace's dtype. ``output`` starts with the first token. The state of
+    ``sampling`` is its seed and the length of ``output``. ``cached_tokens`` and the times are the
+    prefill side's, as in its Result.
     """
 
     request_id: str
@@ -51,19 +59,31 @@ class Handoff:
     output: list[int]
     max_new_tokens: int
     extras: Extras | None = None
+    sampling: Sampling = GREEDY
+    stop_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    execution_seconds: float = 0.0
 
     @classmethod
-    def of(cls, sequence: Sequence, tail: bytes) -> Handoff:
-        request = sequence.request
+    def of(cls, request: Request, chain: Chain, tail: bytes, result: Result) -> Handoff:
+        """``chain`` has all whole blocks of the prompt, ``result`` is what came of it here."""
         return cls(
             request.request_id,
-            sequence.chain.namespace,
-            request.tokens.astype("<u4").tobytes(),
-            sequence.chain.hashes,
+            chain.namespace,
+            np.asarray(request.tokens, dtype="<u4").tobytes(),
+            chain.hashes,
             tail,
-            list(sequence.output),
+            result.tokens,
             request.max_new_tokens,
             request.extras,
+            request.sampling,
+            list(request.stop_ids),
+            request.ignore_eos,
+            result.cached_tokens,
+            result.queue_seconds,
+            result.execution_seconds,
         )
 
     @property
@@ -73,7 +93,16 @@ class Handoff:
     def request(self, now: float) -> Request:
         """The request as the decode side sees it, arriving now."""
         tokens = np.frombuffer(self.tokens, dtype="<u4")
-        return Request(self.request_id, tokens, self.max_new_tokens, now, self.extras)
+        return Request(
+            self.request_id,
+            tokens,
+            self.max_new_tokens,
+            now,
+            self.extras,
+            sampling=self.sampling,
+            stop_ids=tuple(self.stop_ids),
+            ignore_eos=self.ignore_eos,
+        )
 
     def to_bytes(self) -> bytes:
         body = bytes(msgpack.packb({"version": VERSION, **asdict(self)}))
@@ -93,8 +122,9 @@ class Handoff:
                     f"handoff has version {version}, expected {VERSION}; run the same release on both sides"
                 )
             _require_kinds(fields)
-            return cls(**{**fields, "extras": _read_extras(fields["extras"])})
-        except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+            read = {"extras": _read_extras(fields["extras"]), "sampling": _read_sampling(fields["sampling"])}
+            return cls(**{**fields, **read})
+        except _UNREADABLE as error:
             raise HandoffError(
                 f"{len(data)} bytes are no handoff ({error}); pass what to_bytes gave, whole and unchanged"
             ) from error
@@ -114,30 +144,32 @@ class Handoff:
                 f"{filled} tokens; run the same model and block size on both sides"
             )
         wrong = [token for token in self.output if token >= memory.spec.vocab_size]
-        if self.hashes != chain.hashes or wrong:
+        if self.hashes != chain.hashes or wrong or len(self.output) > max(1, self.max_new_tokens):
             raise HandoffError(
                 f"handoff {self.request_id!r} has hashes or output that no prompt has here, expected those "
                 "of its own prompt and model; pass what to_bytes gave, unchanged"
             )
 
 
-def read_tail(memory: KVMemory, sequence: Sequence) -> bytes:
-    """KV of the prompt tokens past the last whole block."""
-    filled = sequence.plan.prompt_tokens % sequence.block_size
+def read_tail(memory: KVMemory, table: BlockTable, prompt_tokens: int) -> bytes:
+    """KV of the prompt tokens past the last whole block; ``table`` are the sequence's blocks."""
+    filled = prompt_tokens % memory.block_size
     if not filled:
         return b""
-    block = memory.block(int(sequence.table.offsets[sequence.plan.prompt_tokens // sequence.block_size]))
-    return block.view(_planes(memory), memory.block_size, -1)[:, :filled].cpu().numpy().tobytes()
+    return _tail_rows(memory, table, prompt_tokens)[:, :filled].cpu().numpy().tobytes()
 
 
-def write_tail(memory: KVMemory, sequence: Sequence, tail: bytes) -> None:
+def write_tail(memory: KVMemory, table: BlockTable, prompt_tokens: int, tail: bytes) -> None:
     """Put a tail that ``read_tail`` gave, and that fits, into the sequence's own block."""
-    filled = sequence.plan.prompt_tokens % sequence.block_size
+    filled = prompt_tokens % memory.block_size
     if filled:
-        block = memory.block(int(sequence.table.offsets[sequence.plan.prompt_tokens // sequence.block_size]))
         rows = np.frombuffer(tail, dtype=np.uint8).reshape(_planes(memory), filled, -1)
-        target = block.view(_planes(memory), memory.block_size, -1)[:, :filled]
-        target.copy_(torch.from_numpy(rows.copy()))
+        _tail_rows(memory, table, prompt_tokens)[:, :filled].copy_(torch.from_numpy(rows.copy()))
+
+
+def _tail_rows(memory: KVMemory, table: BlockTable, prompt_tokens: int) -> torch.Tensor:
+    block = memory.block(int(table.offsets[prompt_tokens // memory.block_size]))
+    return block.view(_planes(memory), memory.block_size, -1)
 
 
 def _planes(memory: KVMemory) -> int:
@@ -151,8 +183,21 @@ def _require_kinds(fields: dict[str, Any]) -> None:
             raise ValueError(f"{name} is a {type(fields[name]).__name__}, not a {kind.__name__}")
     if len(fields["tokens"]) % 4:
         raise ValueError(f"tokens are {len(fields['tokens'])} bytes, not whole u32")
-    if not fields["output"] or not all(isinstance(token, int) and token >= 0 for token in fields["output"]):
+    if not fields["output"] or not _are_tokens(fields["output"]):
         raise ValueError("output has no first token")
+    if not _are_tokens(fields["stop_ids"]):
+        raise ValueError("stop_ids are no token ids")
+
+
+def _are_tokens(values: list[Any]) -> bool:
+    return all(isinstance(token, int) and token >= 0 for token in values)
+
+
+def _read_sampling(fields: dict[str, Any]) -> Sampling:
+    sampling = Sampling(**fields)
+    if not sampling.greedy and sampling.seed is None:
+        raise ValueError("sampling at random has no seed to go on with")
+    return sampling
 
 
 def _read_extras(fields: dict[str, Any] | None) -> Extras | None:

@@ -1,16 +1,26 @@
-"""Prometheus metrics of finished requests, fed with results. The only importer of prometheus_client here.
+"""Prometheus metrics of results and of steps. The only importer of prometheus_client here.
 
 How much sooner the first token comes with a cached prefix, at the median:
 
     histogram_quantile(0.5, sum by (le, cached) (rate(prefill_ttft_seconds_bucket[5m])))
+
+Output tokens a second, of all streams together over wall time:
+
+    sum(rate(prefill_output_tokens_total[5m]))
+
+Model FLOPs utilisation of the steps that compute prompts, where the peak was measured:
+
+    rate(prefill_step_flops_total{kind="prompt"}[5m]) / rate(prefill_step_seconds_sum{kind="prompt"}[5m])
+      / prefill_peak_flops
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from prefill.output import StepReport
 from prefill.plan import usable_blocks
 from prefill.request import Result
 
@@ -37,7 +47,10 @@ class ResultMetrics:
         self._tokens = Counter(
             "prefill_tokens", "Prompt tokens, by where their KV came from.", ["source"], registry=registry
         )
-        self._output = Counter("prefill_output_tokens", "Tokens answered.", registry=registry)
+        self._inter_token = _histogram("inter_token", "From one token of an answer to the next.", registry)
+        self._recomputed = Counter(
+            "prefill_recomputed_tokens", "Tokens computed once more after a preemption.", registry=registry
+        )
 
     def __call__(self, result: Result) -> None:
         cached = self._cached(result)
@@ -46,13 +59,55 @@ class ResultMetrics:
         self._execution.labels(cached).observe(result.execution_seconds)
         for source, tokens in (*result.cached.items(), (COMPUTED, result.computed_tokens)):
             self._tokens.labels(source).inc(tokens)
-        self._output.inc(len(result.tokens))
+        for seconds in result.inter_token_seconds:
+            self._inter_token.labels(cached).observe(seconds)
+        self._recomputed.inc(result.recomputed_tokens)
 
     def _cached(self, result: Result) -> Cached:
         if not result.cached_tokens:
             return Cached.NONE
         most = usable_blocks(result.prompt_tokens, self._block_size) * self._block_size
         return Cached.FULL if result.cached_tokens >= most else Cached.PARTIAL
+
+
+class StepKind(StrEnum):
+    """Whether a step computes prompts, perhaps with decodes riding along, or decodes only."""
+
+    PROMPT = "prompt"
+    DECODE = "decode"
+
+
+class StepMetrics:
+    """Counts the steps of one engine. ``peak_flops`` is what ``flops.matmul_peak`` measured, if it did."""
+
+    def __init__(self, registry: CollectorRegistry, peak_flops: float | None = None) -> None:
+        self._seconds = Histogram(
+            "prefill_step_seconds",
+            "Seconds of one step of the model.",
+            ["kind"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._flops = Counter(
+            "prefill_step_flops", "Operations of a step's matrix products.", ["kind"], registry=registry
+        )
+        self._output = Counter(
+            "prefill_output_tokens", "Tokens chosen, of all streams together.", registry=registry
+        )
+        self._preemptions = Counter(
+            "prefill_preemptions", "Requests that lost their memory to older ones.", registry=registry
+        )
+        if peak_flops is not None:
+            peak = Gauge("prefill_peak_flops", "Operations a second of a matrix product.", registry=registry)
+            peak.set(peak_flops)
+
+    def __call__(self, report: StepReport) -> None:
+        kind = StepKind.PROMPT if report.prompt_tokens else StepKind.DECODE
+        self._seconds.labels(kind).observe(report.seconds)
+        self._flops.labels(kind).inc(report.flops)
+        chosen = sum(each.token is not None or each.handoff is not None for each in report.outputs)
+        self._output.inc(chosen)
+        self._preemptions.inc(report.preempted)
 
 
 def _histogram(what: str, documentation: str, registry: CollectorRegistry) -> Histogram:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from prefill.attention import PackedSpan, PagedStep
 from prefill.errors import PromptError
+from prefill.flops import FlopsModel
 from prefill.paged import BlockTable, KVMemory
 from prefill.spec import ModelSpec
 
@@ -37,6 +38,7 @@ class Runner:
     def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
         self._model = model
         self._memory = memory
+        self._flops = FlopsModel.of(model, memory.spec)
 
     @torch.inference_mode()
     def step(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -67,6 +69,10 @@ class Runner:
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def flops(self, spans: Sequence[Span]) -> int:
+        """Floating point operations of a step over ``spans``."""
+        return self._flops.step((span.start, len(span.tokens)) for span in spans)
 
     def _batch(self, values: TokenArray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._memory.device).unsqueeze(0)

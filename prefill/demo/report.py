@@ -18,6 +18,11 @@ _LEGEND = (
     "Byte flipped: in a block half-way, so what is behind it is computed again.\n"
 )
 
+_SERVE = (
+    "The same store as a server, with a live page of its hits at http://127.0.0.1:9470/:\n"
+    "  .venv/bin/kvstore serve --redis-url embedded"
+)
+
 JsonValue = (
     None | bool | int | float | str | dict[str, int] | dict[str, float] | list[str] | list[dict[str, object]]
 )
@@ -74,7 +79,7 @@ def as_table(outcome: Outcome) -> RenderableType:
             phase = row.phase
             table.add_row(Text(phase, style="bold"))
         table.add_row(*_cells(row))
-    return Group(table, Text(_LEGEND, style="dim"), _totals(outcome))
+    return Group(table, Text(_LEGEND, style="dim"), _totals(outcome), Text(f"\n{_SERVE}", style="dim"))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from hashing import Root
 from kvstore.block import WHOLE, MissCause, TierName
 from kvstore.config import Config
 from kvstore.events import RequestSettled
-from kvstore.spec import NamespaceSpec
+from kvstore.spec import NamespaceSpec, slot_bytes_for
 from kvstore.tiers.base import Tier
 from prefill.assemble import namespace_of
 from prefill.engine import Engine, EngineOptions
 from prefill.model import LoadedModel
+from prefill.output import StepReport
 from prefill.paged import KVMemory
 from prefill.request import Request, Result
 from prefill.runner import Runner
@@ -40,6 +41,7 @@ from tests.support.workers import (
     ready_blocks,
     request_of,
     resident,
+    results_of,
     watch,
     work_off,
 )
@@ -94,21 +96,26 @@ def test_requests_side_by_side_answer_as_they_do_alone(
     assert sum(hits) == sum(result.cached_tokens for result in results) > 0
 
 
-def test_a_request_that_waits_for_room_keeps_what_it_has(loaded: LoadedModel) -> None:
-    """It is counted, and its cached prefix is looked for, once; its queue time ends when there is room."""
-    clock, recorder = FakeClock(), Recorder()
-    options = WorkerOptions(device_blocks=9, listeners=(recorder,))
+def test_a_request_that_loses_its_memory_goes_on(loaded: LoadedModel) -> None:
+    """There is room for both prompts, and not for both answers. Each is counted once, and queues once."""
+    clock, recorder, reports = FakeClock(), Recorder(), list[StepReport]()
+    scheduling = EngineOptions(step_listeners=(reports.append,))
+    options = WorkerOptions(device_blocks=9, listeners=(recorder,), engine=scheduling)
     with make_worker(loaded, options, clock) as worker:
         engine, prompt = worker.engine, prompt_of(100)
         engine.submit(*(Request(name, prompt, 20, clock()) for name in ("first", "second")))
         results: dict[str, Result] = {}
         while not engine.idle:
             clock.advance(1.0)
-            results.update((result.request_id, result) for result in engine.step())
+            results.update(results_of(engine.step()))
         assert_quiet(worker)
-    assert results["second"].tokens == results["first"].tokens
-    assert results["second"].cached == {TierName.DEVICE: 96}
-    assert (results["first"].queue_seconds, results["second"].queue_seconds) == (1.0, 21.0)
+    first, second = results["first"], results["second"]
+    assert (second.tokens, second.cached) == (first.tokens, {TierName.DEVICE: 96})
+    assert (first.queue_seconds, second.queue_seconds) == (1.0, 2.0)
+    assert sum(report.preempted for report in reports) == 1
+    # It was at the edge of a block, and all that it had computed is in the cache.
+    assert second.recomputed_tokens == 0
+    assert second.inter_token_seconds[:11] == [1.0] * 11
     assert len(recorder.of(RequestSettled)) == 2
 
 
@@ -207,7 +214,8 @@ def test_blocks_that_come_too_late_are_no_hits(loaded: LoadedModel) -> None:
         engine.submit(request)
         probe = threading.Thread(target=held.let_one_through)
         probe.start()
-        engine.step()
+        while not engine.running:
+            engine.step()
         probe.join()
         held.open()
         rig.settle()
@@ -232,17 +240,67 @@ def test_a_stalled_redis_holds_up_nobody_who_decodes(loaded: LoadedModel) -> Non
         engine.step()  # too short for a block: redis is not asked
         engine.submit(request_of("waiting", prompt_of(100), new=1))
         for _ in range(5):
-            assert engine.step() == []
+            assert [output.request_id for output in engine.step()] == ["running"]
         assert held.calls == {"match": 1}, "the other is still being looked up"
         clock.advance(REDIS_SECONDS + 1)
-        [waited] = engine.step()
-        assert (waited.request_id, waited.cached) == ("waiting", {})
+        waited = results_of(engine.step())["waiting"]
+        assert (waited.cached, waited.computed_tokens) == ({}, 100)
         assert len(work_off(engine)["running"].tokens) == 30
         held.open()
         rig.settle()
         rig.store.check()
         [event] = [each for each in rig.events.of(RequestSettled) if each.asked_tokens == 100]
     assert event.miss_tokens == {MissCause.TIMEOUT: 96, MissCause.TAIL: 4}
+
+
+def test_who_waits_for_redis_waits_alone(loaded: LoadedModel) -> None:
+    """Those behind it get in; a cold prompt that begins as it does joins its question to redis."""
+    spec = NamespaceSpec(namespace_of(loaded.spec, Config(block_size=BLOCK_SIZE)))
+    clock, held = FakeClock(), HeldTier(DictTier())
+    with one_thread(), make_rig(clock, [(spec, (WHOLE,))], rig_options(held)) as rig:
+        engine = engine_over(rig, loaded, spec.root, clock)
+        engine.submit(
+            request_of("first", prompt_of(100), 1),
+            request_of("like it", np.concatenate([prompt_of(100), prompt_of(9, seed=1)]), 1),
+            request_of("short", prompt_of(9, seed=2), 1),
+        )
+        assert list(results_of(engine.step())) == ["short"]
+        assert engine.waiting == 2
+        held.open()
+        results = work_off(engine)
+        assert results["first"].computed_tokens == 100
+        assert results["like it"].computed_tokens == 109 - 96
+        rig.settle()
+        rig.store.check()
+        assert rig.store.leases == 0
+
+
+def test_two_that_wait_for_redis_do_not_hold_each_others_room(loaded: LoadedModel) -> None:
+    """Each leases nearly half of the device and needs more than is left: one gives way, and comes back."""
+    spec = NamespaceSpec(namespace_of(loaded.spec, Config(block_size=BLOCK_SIZE)))
+    heads = [prompt_of(65, seed=seed) for seed in range(2)]
+    longer = [request_of(f"r{seed}", np.concatenate([heads[seed], prompt_of(31)]), 6) for seed in range(2)]
+    with make_worker(loaded) as worker:
+        expected = {each.request_id: answer(worker.engine, each).tokens for each in longer}
+    clock, held = FakeClock(), HeldTier(DictTier())
+    room = 9 * slot_bytes_for(loaded.spec.block_bytes(BLOCK_SIZE))
+    options = replace(rig_options(held), device_extent_bytes=room)
+    with one_thread(), make_rig(clock, [(spec, (WHOLE,))], options) as rig:
+        engine = engine_over(rig, loaded, spec.root, clock)
+        engine.submit(*(request_of(f"head {seed}", head, 1) for seed, head in enumerate(heads)))
+        while not engine.idle:
+            engine.step()
+            clock.advance(REDIS_SECONDS)  # redis is silent
+        engine.submit(*longer)
+        assert engine.step() == []
+        assert rig.store.usage()[TierName.DEVICE].leased == 8 * room // 9
+        held.open()
+        assert {name: result.tokens for name, result in work_off(engine).items()} == expected
+        rig.settle()
+        rig.store.check()
+        assert rig.store.leases == 0
+        # Whoever gave way asked twice, and counts once.
+        assert len([event for event in rig.events.of(RequestSettled) if event.asked_tokens == 96]) == 2
 
 
 def rig_options(redis: Tier) -> RigOptions:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from kvstore.errors import PoolError
 from prefill.errors import PromptError, RequestError
 from prefill.model import LoadedModel
-from prefill.request import Request
+from prefill.request import FinishReason, Request
 from tests.support.models import MAX_POSITIONS, VOCAB_SIZE
 from tests.support.workers import (
     BLOCK_SIZE,
@@ -21,6 +22,7 @@ from tests.support.workers import (
     answer,
     assert_quiet,
     device_of,
+    hand_over,
     load_tiny,
     make_worker,
     prompt_of,
@@ -68,7 +70,7 @@ def test_a_request_that_can_never_run_is_refused_at_once(loaded: LoadedModel, wh
     bad = Request("bad", np.array(tokens, dtype=np.int64), new, 0.0)
     with make_worker(loaded, WorkerOptions(device_blocks=9)) as worker, watch(loaded.model) as seen:
         engine = worker.engine
-        calls = (lambda: engine.submit(bad), lambda: engine.run([bad]), lambda: engine.prefill(bad))
+        calls = (lambda: engine.submit(bad), lambda: engine.run([bad]), lambda: engine.submit_prefill(bad))
         for call in calls:
             with pytest.raises(kind) as caught:
                 call()
@@ -100,11 +102,11 @@ def test_an_id_names_one_request_at_a_time(loaded: LoadedModel) -> None:
                 engine.submit(request_of("a", other))
         engine.step()
         with pytest.raises(RequestError, match="in use"):
-            engine.prefill(request_of("a", prompt_of(34)))
+            engine.submit_prefill(request_of("a", prompt_of(34)))
         with pytest.raises(RequestError, match="request id 'b' is in use"):
             engine.run([request_of("b", prompt_of(34)), request_of("b", prompt_of(34))])
         assert [*work_off(engine)] == ["a"]
-        engine.prefill(request_of("a", prompt_of(34)))
+        hand_over(engine, request_of("a", prompt_of(34)))
         with pytest.raises(RequestError, match="in use"):
             engine.submit(request_of("a", prompt_of(34)))
         engine.acknowledge("a")
@@ -116,49 +118,54 @@ def test_an_id_names_one_request_at_a_time(loaded: LoadedModel) -> None:
 
 
 @contextmanager
-def failing_steps(model: PreTrainedModel) -> Iterator[None]:
-    """The model raises, as one does whose device runs out of memory."""
+def failing_steps(model: PreTrainedModel, poison: int | None = None) -> Iterator[None]:
+    """The model raises, as one does whose device runs out of memory; with ``poison`` only for that token."""
 
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
+    def fail(_module: object, _arguments: object, named: dict[str, torch.Tensor]) -> None:
+        if poison is None or poison in named["input_ids"]:
+            raise RuntimeError("out of memory")
 
-    handle = model.model.layers[-1].register_forward_pre_hook(fail)
+    handle = model.register_forward_pre_hook(fail, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
 
 
-def test_an_error_in_a_prefill_ends_that_request_alone(loaded: LoadedModel) -> None:
+def test_an_error_ends_the_request_that_causes_it_alone(loaded: LoadedModel) -> None:
+    """A packed step fails as a whole; each of its requests is then tried alone."""
     prompts = [prompt_of(50, seed=seed) for seed in range(3)]
+    poison = next(int(token) for token in prompts[1] if not any(token in prompts[at] for at in (0, 2)))
     with make_worker(loaded) as worker:
-        expected = [answer(worker.engine, request_of("alone", each, 6, reuse=False)) for each in prompts]
+        alone = [answer(worker.engine, request_of("alone", each, 6, reuse=False)) for each in prompts]
+        assert not any(poison in each.tokens for each in alone)
         first, second, third = requests_of(prompts, 6)
         worker.engine.submit(first, second)
-        worker.engine.step()
-        worker.engine.submit(third)
-        with failing_steps(loaded.model), pytest.raises(RuntimeError, match="out of memory"):
-            worker.engine.step()
-        results = work_off(worker.engine)
-        assert {name: result.tokens for name, result in results.items()} == {
-            "r0": expected[0].tokens,
-            "r2": expected[2].tokens,
+        with failing_steps(loaded.model, poison):
+            outputs = worker.engine.step()
+            [failed] = [output for output in outputs if output.finished is FinishReason.ERROR]
+            assert (failed.request_id, str(failed.error)) == ("r1", "out of memory")
+            assert [output.token for output in outputs if output.request_id == "r0"] == alone[0].tokens[:1]
+            worker.engine.submit(third)
+            results = work_off(worker.engine)
+        assert {name: each.tokens for name, each in results.items()} == {
+            "r0": alone[0].tokens,
+            "r2": alone[2].tokens,
         }
         assert_quiet(worker)
-        assert answer(worker.engine, second).tokens == expected[1].tokens
+        assert answer(worker.engine, second).tokens == alone[1].tokens
 
 
-def test_an_error_in_a_decode_step_leaves_nothing_behind(loaded: LoadedModel) -> None:
-    """What the blocks of the batch hold is unknown then, so none of it may be published."""
+def test_a_step_that_fails_publishes_nothing(loaded: LoadedModel) -> None:
+    """What the blocks of the batch hold is unknown then."""
     prompts = [prompt_of(47, seed=seed) for seed in range(3)]
     with make_worker(loaded) as worker:
         engine, requests = worker.engine, requests_of(prompts, 6)
         engine.submit(*requests)
-        for _ in requests:
-            engine.step()
+        engine.step()
         stored = ready_blocks(device_of(worker))
-        with failing_steps(loaded.model), pytest.raises(RuntimeError, match="out of memory"):
-            engine.step()
+        with failing_steps(loaded.model):
+            assert {output.finished for output in engine.step()} == {FinishReason.ERROR}
         assert engine.idle
         assert ready_blocks(device_of(worker)) == stored
         assert_quiet(worker)
@@ -178,30 +185,30 @@ def test_run_leaves_none_of_its_requests_behind(loaded: LoadedModel) -> None:
 def test_an_error_in_a_prefill_for_handoff(loaded: LoadedModel) -> None:
     with make_worker(loaded) as worker:
         with failing_steps(loaded.model), pytest.raises(RuntimeError, match="out of memory"):
-            worker.engine.prefill(request_of("a", prompt_of(50)))
+            hand_over(worker.engine, request_of("a", prompt_of(50)))
         assert_quiet(worker)
 
 
 def test_requests_are_cancelled_in_any_state(loaded: LoadedModel) -> None:
     with make_worker(loaded, WorkerOptions(device_blocks=16)) as worker:
         engine, long = worker.engine, prompt_of(100)
-        engine.submit(*requests_of([prompt_of(100, seed=1), long, long]))
+        engine.submit(*requests_of([prompt_of(100, seed=1), prompt_of(200, seed=2), long]))
         engine.step()
-        engine.step()  # r1 finds too little room and keeps what there is; r2 is behind it
-        assert worker.store.leases == 2
+        engine.step()  # r1 holds a lease, and there is no room for it yet; r2 is behind it
+        assert (worker.store.leases, engine.running, engine.waiting) == (2, 1, 2)
         engine.cancel("r1", "r2", "never heard of")
         assert worker.store.leases == 1
         engine.cancel("r0")
         engine.cancel("r0")
         assert_quiet(worker)
-        engine.prefill(request_of("handed", prompt_of(50)))
+        hand_over(engine, request_of("handed", prompt_of(50)))
         engine.cancel("handed")
         assert_quiet(worker)
 
 
 def test_closing_gives_everything_back(loaded: LoadedModel) -> None:
     with make_worker(loaded, WorkerOptions(device_blocks=24)) as worker:
-        worker.engine.prefill(request_of("handed", prompt_of(50)))
+        hand_over(worker.engine, request_of("handed", prompt_of(50)))
         worker.engine.submit(*requests_of([prompt_of(200), prompt_of(200), prompt_of(200)]))
         worker.engine.step()
         worker.engine.step()

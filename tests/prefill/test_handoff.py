@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from hashing import ContentItem, Extras
 from kvstore.block import TierName
-from kvstore.errors import PoolError
 from prefill.assemble import Worker
 from prefill.engine import Engine, EngineOptions
 from prefill.errors import HandoffError, PromptError, RequestError
 from prefill.handoff import Handoff
 from prefill.model import LoadedModel
-from prefill.request import Result
+from prefill.output import StepOutput
+from prefill.request import Result, Sampling
 from tests.support.stores import FakeClock
 from tests.support.valkey import ValkeyServer, shared_valkey, valkey
 from tests.support.workers import (
@@ -32,6 +32,7 @@ from tests.support.workers import (
     assert_quiet,
     device_of,
     empty,
+    hand_over,
     load_tiny,
     make_worker,
     prompt_of,
@@ -92,7 +93,9 @@ def test_decode_computes_nothing_of_the_prompt_again(
     expected = expected_tokens(loaded, length)
     whole = length // BLOCK_SIZE * BLOCK_SIZE
     with two_workers(loaded, valkey.url) as (prefill_side, decode_side), watch(loaded.model) as seen:
-        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(length), NEW_TOKENS, extras=extras))
+        handoff = hand_over(
+            prefill_side.engine, request_of("r", prompt_of(length), NEW_TOKENS, extras=extras)
+        )
         assert prefill_side.store.drain(10.0)
         assert seen.tokens == [length]
         assert handoff.output == expected[:1]
@@ -122,7 +125,7 @@ def test_blocks_that_are_gone_are_computed_again(
     """The tail block builds on the blocks before it, so where one is gone it is computed again too."""
     expected = expected_tokens(loaded, length)
     with two_workers(loaded, valkey.url) as (prefill_side, decode_side), watch(loaded.model) as seen:
-        message = prefill_side.engine.prefill(request_of("r", prompt_of(length), NEW_TOKENS)).to_bytes()
+        message = hand_over(prefill_side.engine, request_of("r", prompt_of(length), NEW_TOKENS)).to_bytes()
         assert prefill_side.store.drain(10.0)
         valkey.clear()
         seen.clear()
@@ -137,7 +140,7 @@ def test_blocks_that_are_gone_are_computed_again(
 def test_handoffs_join_a_batch_that_runs(loaded: LoadedModel, valkey: ValkeyServer) -> None:
     with two_workers(loaded, valkey.url) as (prefill_side, decode_side):
         handoffs = [
-            prefill_side.engine.prefill(request_of(f"r{length}", prompt_of(length), NEW_TOKENS))
+            hand_over(prefill_side.engine, request_of(f"r{length}", prompt_of(length), NEW_TOKENS))
             for length in LENGTHS
         ]
         assert prefill_side.store.drain(10.0)
@@ -155,25 +158,27 @@ def test_handoffs_join_a_batch_that_runs(loaded: LoadedModel, valkey: ValkeyServ
 
 def test_two_engines_over_one_store(loaded: LoadedModel) -> None:
     """Each holds its own lease on the same device blocks; the owner tells them apart."""
+    expected = expected_tokens(loaded, 48)
     with make_worker(loaded) as worker, watch(loaded.model) as seen:
         parts = (worker.runner, worker.memory, worker.store, worker.spec.root)
         other = Engine(*parts, clock=FakeClock(), options=EngineOptions(owner="decode"))
-        handoff = worker.engine.prefill(request_of("r", prompt_of(48), NEW_TOKENS))
+        handoff = hand_over(worker.engine, request_of("r", prompt_of(48), NEW_TOKENS))
         seen.clear()
         other.resume(handoff)
+        assert other.step() == [StepOutput("r", admitted=True), StepOutput("r", expected[1])]
         assert worker.store.leases == 2
         worker.engine.acknowledge("r")
         empty(device_of(worker))
         result = work_off(other)["r"]
         assert seen.tokens == [1] * (NEW_TOKENS - 1)
-        assert (result.tokens, result.cached) == (expected_tokens(loaded, 48), {TierName.DEVICE: 48})
+        assert (result.tokens, result.cached) == (expected, {TierName.DEVICE: 48})
         assert_quiet(worker)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_handoff_of_one_token_is_over_at_once(loaded: LoadedModel, length: int) -> None:
     with make_worker(loaded) as prefill_side, make_worker(loaded) as decode_side:
-        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(length), 1))
+        handoff = hand_over(prefill_side.engine, request_of("r", prompt_of(length), 1))
         with watch(loaded.model) as seen:
             result = decode(decode_side, handoff.to_bytes())
             assert seen.tokens == []
@@ -185,7 +190,7 @@ def test_a_handoff_that_nobody_acknowledges_lapses(loaded: LoadedModel) -> None:
     """Its reader may be dead. Whoever runs is renewed, however long that takes."""
     clock = FakeClock()
     with make_worker(loaded, WorkerOptions(lease_seconds=30.0), clock) as worker:
-        worker.engine.prefill(request_of("handed", prompt_of(50), NEW_TOKENS))
+        hand_over(worker.engine, request_of("handed", prompt_of(50), NEW_TOKENS))
         worker.engine.submit(request_of("runs", prompt_of(50, seed=1), NEW_TOKENS))
         worker.engine.step()
         clock.advance(20.0)
@@ -200,32 +205,39 @@ def test_a_handoff_that_nobody_acknowledges_lapses(loaded: LoadedModel) -> None:
 
 
 def test_a_prefill_takes_room_for_its_prompt_alone(loaded: LoadedModel) -> None:
-    """The answer grows elsewhere."""
-    with make_worker(loaded, WorkerOptions(device_blocks=8)) as worker:
+    """The answer grows elsewhere. Who finds no room waits for an acknowledgement, or for a lease to lapse."""
+    clock = FakeClock()
+    with make_worker(loaded, WorkerOptions(device_blocks=8), clock) as worker:
+        engine = worker.engine
         for name, length in (("a", 60), ("b", 64)):
-            worker.engine.prefill(request_of(name, prompt_of(length), 60))
-        with pytest.raises(PoolError, match="beside 2 others"):
-            worker.engine.prefill(request_of("c", prompt_of(5), 60))
-        worker.engine.acknowledge("a")
-        worker.engine.prefill(request_of("c", prompt_of(5), 60))
-        worker.engine.close()
+            hand_over(engine, request_of(name, prompt_of(length), 60))
+        engine.submit_prefill(request_of("c", prompt_of(5), 60))
+        engine.submit_prefill(request_of("d", prompt_of(60, seed=1), 60))
+        assert (engine.step(), engine.waiting) == ([], 2)
+        engine.acknowledge("a")
+        assert [output.request_id for output in engine.step()] == ["c"]
+        assert (engine.step(), engine.waiting) == ([], 1)
+        clock.advance(31.0)
+        # The others' leases are over.
+        assert [output.request_id for output in engine.step()] == ["d"]
+        engine.close()
         assert_quiet(worker)
 
 
 def test_a_decode_side_without_room(loaded: LoadedModel) -> None:
+    """The handoff waits, and nobody is told that it is held here before it is."""
     with (
         make_worker(loaded) as prefill_side,
         make_worker(loaded, WorkerOptions(device_blocks=8)) as decode_side,
     ):
-        handoff = prefill_side.engine.prefill(request_of("r", prompt_of(50), NEW_TOKENS))
-        decode_side.engine.submit(request_of("runs", prompt_of(60, seed=1), NEW_TOKENS))
-        decode_side.engine.step()
-        with pytest.raises(
-            PoolError, match="no room on the device for the 50 tokens of request 'r' beside 1"
-        ):
-            decode_side.engine.resume(handoff)
-        work_off(decode_side.engine)
-        assert decode(decode_side, handoff.to_bytes()).tokens == expected_tokens(loaded, 50)
+        handoff = hand_over(prefill_side.engine, request_of("r", prompt_of(50), NEW_TOKENS))
+        engine = decode_side.engine
+        engine.submit(request_of("runs", prompt_of(60, seed=1), NEW_TOKENS))
+        engine.step()
+        engine.resume(handoff)
+        while engine.running:
+            assert not any(output.admitted for output in engine.step())
+        assert work_off(engine)["r"].tokens == expected_tokens(loaded, 50)
         assert_quiet(decode_side)
 
 
@@ -235,7 +247,7 @@ def test_a_decode_side_without_room(loaded: LoadedModel) -> None:
 @pytest.fixture(scope="module")
 def handoff(loaded: LoadedModel) -> Handoff:
     with make_worker(loaded) as worker:
-        return worker.engine.prefill(request_of("r", prompt_of(34), NEW_TOKENS, extras=EXTRAS))
+        return hand_over(worker.engine, request_of("r", prompt_of(34), NEW_TOKENS, extras=EXTRAS))
 
 
 @pytest.fixture(scope="module")
@@ -271,13 +283,19 @@ def test_a_damaged_message_is_no_handoff(handoff: Handoff, data: st.DataObject) 
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("version", 2, "has version 2, expected 1; run the same release"),
+        ("version", 1, "has version 1, expected 2; run the same release"),
         ("tokens", b"\0" * 5, "tokens are 5 bytes, not whole u32"),
         ("tokens", [1, 2], "tokens is a list, not a bytes"),
         ("output", [], "output has no first token"),
         ("output", [-1], "output has no first token"),
         ("extras", {"request_salt": b"", "items": [{"digest": b"short"}], "embeddings": []}, "no handoff"),
         ("max_new_tokens", "many", "max_new_tokens is a str"),
+        ("sampling", {"temperature": 1.0}, "sampling at random has no seed"),
+        ("sampling", {"temperature": -1.0}, "temperature is -1.0, expected 0"),
+        ("sampling", {"temperature": "hot"}, "are no handoff"),
+        ("sampling", {"heat": 1.0}, "unexpected keyword argument 'heat'"),
+        ("stop_ids", ["\n"], "stop_ids are no token ids"),
+        ("ignore_eos", 1, "ignore_eos is a int"),
         ("unheard_of", 1, "unexpected keyword argument 'unheard_of'"),
     ],
 )
@@ -298,6 +316,7 @@ def test_a_message_of_another_shape(handoff: Handoff, field: str, value: object,
         ({"hashes": b""}, HandoffError, "has hashes or output that no prompt has here"),
         ({"extras": None}, HandoffError, "has hashes or output that no prompt has here"),
         ({"output": [10**6]}, HandoffError, "has hashes or output that no prompt has here"),
+        ({"output": [5] * 25}, HandoffError, "has hashes or output that no prompt has here"),
         ({"max_new_tokens": 0}, PromptError, "max_new_tokens is 0"),
         ({"max_new_tokens": 2000}, PromptError, "expected at most"),
     ],
@@ -331,7 +350,7 @@ def test_a_handoff_is_resumed_once_at_a_time(decode_side: Worker, handoff: Hando
 
 def test_without_reuse_there_is_nothing_to_hand_over(decode_side: Worker) -> None:
     with pytest.raises(RequestError, match="has reuse=False, expected True"):
-        decode_side.engine.prefill(request_of("r", prompt_of(34), reuse=False))
+        hand_over(decode_side.engine, request_of("r", prompt_of(34), reuse=False))
     assert_quiet(decode_side)
 
 
@@ -346,16 +365,25 @@ def test_the_bytes_are_what_they_were() -> None:
         [7],
         3,
         Extras(b"salt", (ContentItem(b"\x05" * 32, 1, 2),), (None,)),
+        Sampling(0.5, 0.9, 4, 6),
+        [2],
+        ignore_eos=True,
+        cached_tokens=1,
+        queue_seconds=0.5,
+        execution_seconds=0.25,
     )
     assert handoff.to_bytes().hex() == GOLDEN
     assert Handoff.from_bytes(bytes.fromhex(GOLDEN)) == handoff
 
 
 GOLDEN = (
-    "9065aaefe6897bb0"  # xxh3_64 of what follows, big-endian
-    "89a776657273696f6e01aa726571756573745f6964a172a96e616d657370616365c410000102030405060708090a0b0c0d0e0f"
-    "a6746f6b656e73c4080100000002000000a6686173686573c400a47461696cc4047461696ca66f75747075749107"
-    "ae6d61785f6e65775f746f6b656e7303a665787472617383ac726571756573745f73616c74c40473616c74"
-    "a56974656d739183a6646967657374c4200505050505050505050505050505050505050505050505050505050505050505"
-    "a5737461727401a66c656e67746802aa656d62656464696e677391c0"
+    "3e3ce8b2377c4211"  # xxh3_64 of what follows, big-endian
+    "8fa776657273696f6e02aa726571756573745f6964a172a96e616d657370616365c410000102030405060708090a0b0c0d0e"
+    "0fa6746f6b656e73c4080100000002000000a6686173686573c400a47461696cc4047461696ca66f75747075749107ae6d61"
+    "785f6e65775f746f6b656e7303a665787472617383ac726571756573745f73616c74c40473616c74a56974656d739183a664"
+    "6967657374c4200505050505050505050505050505050505050505050505050505050505050505a5737461727401a66c656e"
+    "67746802aa656d62656464696e677391c0a873616d706c696e6784ab74656d7065726174757265cb3fe0000000000000a574"
+    "6f705f70cb3feccccccccccccda5746f705f6b04a47365656406a873746f705f6964739102aa69676e6f72655f656f73c3ad"
+    "6361636865645f746f6b656e7301ad71756575655f7365636f6e6473cb3fe0000000000000b1657865637574696f6e5f7365"
+    "636f6e6473cb3fd0000000000000"
 )

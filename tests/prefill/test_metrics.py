@@ -1,16 +1,28 @@
-"""Times and tokens of finished requests, as an engine's own results make them."""
+"""Times, tokens and operations, as an engine's own results and steps make them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
 from kvstore.block import TierName
-from prefill.metrics import ResultMetrics
+from prefill.engine import Engine, EngineOptions
+from prefill.flops import FlopsModel, matmul_peak
+from prefill.metrics import ResultMetrics, StepMetrics
 from prefill.request import Request, Result
 from tests.support.stores import FakeClock
-from tests.support.workers import BLOCK_SIZE, load_tiny, make_worker, prompt_of, work_off
+from tests.support.workers import (
+    BLOCK_SIZE,
+    WorkerOptions,
+    hand_over,
+    load_tiny,
+    make_worker,
+    prompt_of,
+    request_of,
+    work_off,
+)
 
 
 def samples_of(registry: CollectorRegistry) -> dict[str, float]:
@@ -26,8 +38,9 @@ def samples_of(registry: CollectorRegistry) -> dict[str, float]:
 def test_an_engines_results_give_exact_values(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Cold, half cached, fully cached and too short for a block: of each what it computed and waited."""
     registry, clock = CollectorRegistry(), FakeClock()
-    record = ResultMetrics(registry, BLOCK_SIZE)
-    with make_worker(load_tiny("llama", tmp_path_factory.mktemp("models")), clock=clock) as worker:
+    scheduling = EngineOptions(result_listeners=(ResultMetrics(registry, BLOCK_SIZE),))
+    loaded = load_tiny("llama", tmp_path_factory.mktemp("models"))
+    with make_worker(loaded, WorkerOptions(engine=scheduling), clock) as worker:
         for name, prompt in (
             ("cold", prompt_of(64)),
             ("full", prompt_of(64)),
@@ -36,8 +49,7 @@ def test_an_engines_results_give_exact_values(tmp_path_factory: pytest.TempPathF
         ):
             worker.engine.submit(Request(name, np.array(prompt, dtype=np.uint32), 3, clock()))
             clock.advance(2.0)
-            for result in work_off(worker.engine).values():
-                record(result)
+            work_off(worker.engine)
     assert samples_of(registry) == {
         "prefill_ttft_seconds_count{none}": 2,
         "prefill_ttft_seconds_sum{none}": 4.0,
@@ -54,10 +66,60 @@ def test_an_engines_results_give_exact_values(tmp_path_factory: pytest.TempPathF
         "prefill_execution_seconds_count{none}": 2,
         "prefill_execution_seconds_count{partial}": 1,
         "prefill_execution_seconds_count{full}": 1,
+        "prefill_inter_token_seconds_count{none}": 2 * 2,
+        "prefill_inter_token_seconds_count{partial}": 2,
+        "prefill_inter_token_seconds_count{full}": 2,
         "prefill_tokens_total{computed}": 64 + 16 + 48 + 5,
         "prefill_tokens_total{device}": 48 + 32,
-        "prefill_output_tokens_total{}": 4 * 3,
     }
+
+
+def test_steps_give_exact_values(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A prompt in two chunks and its decodes; a preemption; a first token that is handed over."""
+    registry = CollectorRegistry()
+    scheduling = EngineOptions(step_tokens=40, step_listeners=(StepMetrics(registry, 5e9),))
+    loaded = load_tiny("llama", tmp_path_factory.mktemp("models"))
+    options = WorkerOptions(device_blocks=9, engine=scheduling)
+    with make_worker(loaded, options) as worker:
+        work_off_alone(worker.engine, request_of("r", prompt_of(64), 3))
+        model = FlopsModel.of(loaded.model, loaded.spec)
+        found = samples_of(registry)
+        assert found["prefill_step_flops_total{prompt}"] == model.step([(0, 40), (40, 24)])
+        assert found["prefill_step_flops_total{decode}"] == model.step([(64, 1), (65, 1)])
+        assert found["prefill_step_seconds_count{prompt}"] == found["prefill_step_seconds_count{decode}"] == 2
+        assert found["prefill_output_tokens_total{}"] == 3
+        assert found["prefill_peak_flops{}"] == 5e9
+        assert "prefill_preemptions_total{}" not in found
+        for name, length in (("a", 40), ("b", 40), ("c", 100)):
+            worker.engine.submit(request_of(name, prompt_of(length, seed=ord(name)), 44))
+        worker.engine.step()
+        assert (worker.engine.running, worker.engine.waiting) == (2, 1)
+        work_off(worker.engine)
+        assert samples_of(registry)["prefill_preemptions_total{}"] > 0
+        hand_over(worker.engine, request_of("handed", prompt_of(20), 2))
+        assert samples_of(registry)["prefill_output_tokens_total{}"] == 3 + 3 * 44 + 1
+
+
+def work_off_alone(engine: Engine, request: Request) -> None:
+    engine.submit(request)
+    work_off(engine)
+
+
+def test_operations_of_a_model_are_counted_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Llama with 4 layers of 96: four attention matrices, three of the MLP, and an output layer."""
+    loaded = load_tiny("llama", tmp_path_factory.mktemp("models"))
+    model = FlopsModel.of(loaded.model, loaded.spec)
+    attention = 96 * 96 + 2 * 96 * 32 + 96 * 96
+    assert model.weights == 4 * (attention + 3 * 96 * 160)
+    assert model.head_weights == 503 * 96
+    # Three tokens behind five: 6 + 7 + 8 pairs of query and key, in 4 layers of 6 heads of 16.
+    expected = 2 * (3 * model.weights + model.head_weights) + 21 * 4 * 4 * 6 * 16
+    assert model.step([(5, 3)]) == expected
+
+
+def test_the_peak_of_a_matrix_product_is_the_best_round() -> None:
+    ticks = iter([0.0, 4.0, 4.0, 6.0, *(10.0 * at for at in range(1, 13))])
+    assert matmul_peak("cpu", torch.float32, lambda: next(ticks)) == 2 * 1024**3 / 2.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,280 @@
+"""A worker as a server: model, store, the engine's thread and both APIs, from one configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvstore.config import Config
+from kvstore.errors import ConfigError
+from kvstore.events import Event
+from kvstore.metrics import CollectorRegistry, Metrics, Readings, StoreGauges, render
+from kvstore.store.inventory import unread_bytes
+from kvstore.tiers.redis import RedisTier
+from prefill.assemble import Worker, build_worker
+from prefill.config import Role, ServeConfig, Started
+from prefill.engine import EngineOptions
+from prefill.flops import matmul_peak
+from prefill.metrics import ResultMetrics, StepMetrics
+from prefill.model import LoadedModel
+from prefill.service.app import build_app
+from prefill.service.driver import Driver, DriverLimits, Wake
+from prefill.service.endpoints import Serving
+from prefill.service.errors import Refusal, ServiceError
+from prefill.service.front import Front
+from prefill.service.gate import Gate
+from prefill.service.metrics import ServiceGauges, ServiceMetrics
+from prefill.service.peers import Peers
+from prefill.service.rpc import PrefillService, RpcParts
+from prefill.service.rpc_server import RpcServer
+from prefill.service.web_server import WebServer
+from prefill.text import Text
+
+_POLL_SECONDS = 0.02
+_LAST_WORDS_SECONDS = 0.5
+"""For errors to reach those whose answers are cut short."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """``monotonic`` is for times and deadlines; ``wall`` for what clients are told."""
+
+    monotonic: Callable[[], float]
+    wall: Callable[[], float]
+
+
+def run(
+    config: Config,
+    serve: ServeConfig,
+    load: Callable[[], LoadedModel],
+    clocks: Clocks,
+    announce: Callable[[Started], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. KVStoreError or PrefillError where it cannot begin."""
+    asyncio.run(_serve(config, serve, load, clocks, announce))
+
+
+async def _serve(
+    config: Config,
+    serve: ServeConfig,
+    load: Callable[[], LoadedModel],
+    clocks: Clocks,
+    announce: Callable[[Started], None],
+) -> None:
+    with ExitStack() as opened:
+        # The addresses first: who asks for one that is taken need not wait for the model to hear it.
+        key = _read_key(serve.api_key_file) if serve.api_key_file else None
+        rpc = RpcServer()
+        addresses = rpc.bind(serve.listen)
+        web = None if serve.http is None else WebServer(serve.http, serve.stall_seconds)
+        if web is not None:
+            opened.callback(web.close)
+        service = Service(config, serve, load(), key, clocks, opened)
+        signals = _Signals()
+        await service.start(rpc, web)
+        announce(
+            Started(
+                serve.role,
+                service.model,
+                addresses,
+                None if web is None else web.url,
+                service.context_tokens,
+            )
+        )
+        await signals.stop.wait()
+        await service.stop(rpc, web, signals.hurry)
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks for an orderly end, the second for a quick one."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._heard)
+
+    def _heard(self) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
+
+
+class Service:
+    """One worker's parts, wired. Used on one event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        serve: ServeConfig,
+        model: LoadedModel,
+        key: str | None,
+        clocks: Clocks,
+        opened: ExitStack,
+    ) -> None:
+        """Opens the tiers; ``opened`` closes them, whatever happens later."""
+        self._config = config
+        self._serve = serve
+        self._key = key
+        self._clocks = clocks
+        self._loaded = model
+        self.model = serve.served_model_name or model.spec.name
+        self.context_tokens = model.spec.max_positions
+        self._registry = CollectorRegistry()
+        self._gate = Gate(key, ServiceMetrics(self._registry).count)
+        self._driver = self._open_driver(model, opened)
+        self._peers: Peers | None = None
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="prefill-tokenize")
+        opened.callback(self._tokenizing.shutdown)
+
+    def _open_driver(self, model: LoadedModel, opened: ExitStack) -> Driver:
+        config, serve, clock, wake = self._config, self._serve, self._clocks.monotonic, Wake()
+        relay = _Relay()
+        peak = matmul_peak(config.device, model.spec.dtype, clock)
+        options = EngineOptions(
+            step_tokens=serve.step_tokens,
+            policy=serve.policy,
+            chunked=serve.chunked,
+            running_max=serve.running_max,
+            waiting_max=serve.waiting_max,
+            step_listeners=(StepMetrics(self._registry, peak),),
+            result_listeners=(ResultMetrics(self._registry, config.block_size),),
+        )
+        self._worker = worker = build_worker(
+            model, config, clock=clock, listeners=(relay,), options=options, wake=wake
+        )
+        opened.callback(worker.close)
+        host = worker.tiers.host
+        relay.target = Metrics(self._registry, lambda _: self.model, {host.name: unread_bytes(host.pool)})
+        limits = DriverLimits(serve.stream_tokens, serve.landing_seconds)
+        driver = Driver(worker, wake, clock, limits)
+        self._registry.register(StoreGauges(_readings(worker, self.model)))
+        engine = worker.engine
+        self._registry.register(
+            ServiceGauges(lambda: engine.waiting, lambda: engine.running, lambda: self._gate.running)
+        )
+        return driver
+
+    async def start(self, rpc: RpcServer, web: WebServer | None) -> None:
+        """Serve from now on."""
+        serve, clocks = self._serve, self._clocks
+        if serve.role is Role.DECODE:
+            self._peers = Peers(
+                serve.prefill_at,
+                self.model,
+                key=self._key,
+                seconds=serve.prefill_seconds,
+                clock=clocks.monotonic,
+            )
+        front = Front(self._driver, self._peers)
+        self._driver.start()
+        await rpc.start(
+            PrefillService(
+                RpcParts(self._gate, self._driver, front, serve.role, self.model, serve.stall_seconds)
+            )
+        )
+        if web is not None:
+            await web.start(build_app(self._serving(front), self._metrics, lambda: self._driver.alive))
+
+    async def stop(self, rpc: RpcServer, web: WebServer | None, hurry: asyncio.Event) -> None:
+        """Turn new requests away, let those that run end, hand what is queued to Redis, and stop.
+
+        For at most ``drain_seconds``, or until ``hurry`` is set; what then still runs is told so.
+        """
+        clock, seconds = self._clocks.monotonic, self._config.drain_seconds
+        self._gate.draining = True
+        await rpc.tell(serving=False)
+        ends_at = clock() + seconds
+        if self._gate.running:
+            _log.info(
+                "draining %d requests for up to %g s; a second signal ends it", self._gate.running, seconds
+            )
+        while self._gate.running and clock() < ends_at and not hurry.is_set():
+            await asyncio.sleep(_POLL_SECONDS)
+        self._driver.fail_all(
+            ServiceError(Refusal.DRAINING, "the worker ended before the answer did; send the request again")
+        )
+        last_words = clock() + _LAST_WORDS_SECONDS
+        while self._gate.running and clock() < last_words:
+            await asyncio.sleep(_POLL_SECONDS)
+        if web is not None:
+            await web.stop()
+        await rpc.stop(_LAST_WORDS_SECONDS)
+        if self._peers is not None:
+            await self._peers.close()
+        left = 0.0 if hurry.is_set() else max(0.0, ends_at - clock())
+        await self._driver.ask(partial(self._worker.store.drain, left))
+        await self._driver.stop()
+
+    def _serving(self, front: Front) -> Serving:
+        tokenizer = self._loaded.tokenizer
+        store, root = self._worker.store, self._worker.spec.root
+        return Serving(
+            gate=self._gate,
+            front=front,
+            role=self._serve.role,
+            model=self.model,
+            text=None if tokenizer is None else Text(tokenizer),
+            tokenizing=self._tokenizing,
+            context_tokens=self.context_tokens,
+            pool_tokens=store.room(root.digest) * root.block_size,
+            default_max_tokens=self._serve.default_max_tokens,
+            stall_seconds=self._serve.stall_seconds,
+            clock=self._clocks.monotonic,
+            wall_clock=self._clocks.wall,
+        )
+
+    async def _metrics(self, accept: str) -> tuple[bytes, str]:
+        """Rendered on the engine's thread, which alone may look at the store."""
+        return await self._driver.ask(partial(render, self._registry, accept))
+
+
+class _Relay:
+    """A listener of the store that is made before the one that it passes events on to."""
+
+    def __init__(self) -> None:
+        self.target: Callable[[Event], None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.target is not None:
+            self.target(event)
+
+
+def _readings(worker: Worker, model: str) -> Readings:
+    store, redis, namespace = worker.store, worker.tiers.redis, worker.spec.root.digest
+    real = redis if isinstance(redis, RedisTier) else None
+
+    def resident_bytes() -> dict[tuple[str, str], int]:
+        return {(tier, model): size for tier, (_, size) in store.resident(namespace).items()}
+
+    return Readings(
+        usage=store.usage,
+        leases=lambda: store.leases,
+        tiers=store.status,
+        redis_errors=real.errors if real else dict,
+        redis_breakers=real.breakers if real else dict,
+        redis_queue_bytes=lambda: store.queued_bytes,
+        listener_failures=lambda: store.listener_failures,
+        background_failures=dict,
+        resident_bytes=resident_bytes,
+        what_if=tuple,
+        skipped_requests=dict,
+    )
+
+
+def _read_key(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path} cannot be read: {error}; correct the path") from error
+    if not lines or not lines[0].strip():
+        raise ConfigError(f"api_key_file {path} has no key in its first line; write one there")
+    return lines[0].strip()

@@ -1,0 +1,1 @@
+"""A prefill worker as a service: the engine's thread, gRPC, and an OpenAI-compatible HTTP API."""

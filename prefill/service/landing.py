@@ -1,0 +1,72 @@
+"""Waits until a prompt's blocks are where other workers find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hashing import Root
+from kvstore.block import WHOLE, Chain, TierName
+from kvstore.store import TieredStore
+from kvstore.store.probe import Lookup
+from prefill.handoff import Handoff
+
+_PROBE_SECONDS = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    chain: Chain
+    then: Callable[[], None]
+    ends_at: float
+    probe_at: float
+    is_asking: bool = False
+    has_landed: bool = False
+
+
+class Landing:
+    """Used on the store's own thread, which calls ``check`` between other work.
+
+    A handoff is ready when Redis has its blocks, when nothing more is on its way there (what was
+    dropped will not come), or when the time is over: what is missing the other side computes.
+    """
+
+    def __init__(self, store: TieredStore, root: Root, clock: Callable[[], float], seconds: float) -> None:
+        self._store = store
+        self._root = root
+        self._clock = clock
+        self._seconds = seconds
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def watch(self, handoff: Handoff, then: Callable[[], None]) -> None:
+        """Call ``then`` in a later ``check``."""
+        request = handoff.request(0.0)
+        now = self._clock()
+        chain = Chain.of(self._root, request.tokens, request.extras)
+        self._waiting.append(_Waiting(chain, then, now + self._seconds, now))
+
+    def check(self) -> None:
+        """Tell those that are ready, and ask Redis for the others now and then."""
+        now, nothing_comes = self._clock(), self._store.idle
+        ready = [each for each in self._waiting if each.has_landed or nothing_comes or each.ends_at <= now]
+        if ready:
+            self._waiting = [each for each in self._waiting if each not in ready]
+        for each in self._waiting:
+            if not each.is_asking and each.probe_at <= now:
+                self._ask(each)
+        for each in ready:
+            each.then()
+
+    def _ask(self, waiting: _Waiting) -> None:
+        def answered(found: Lookup) -> None:
+            waiting.is_asking = False
+            waiting.probe_at = self._clock() + _PROBE_SECONDS
+            tokens = len(waiting.chain) * self._root.block_size
+            waiting.has_landed = found.alone.get(TierName.REDIS, 0) >= tokens
+
+        waiting.is_asking = True
+        self._store.begin_lookup(waiting.chain, (WHOLE,), {TierName.REDIS}, answered)

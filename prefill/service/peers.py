@@ -1,0 +1,176 @@
+"""Other workers that prefill: which one to ask, and what to do when it is busy, slow or dead."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvstore.address import Address
+from prefill.errors import BusyError, HandoffError, PromptError
+from prefill.handoff import Handoff
+from prefill.request import Request
+from prefill.service.asks import MESSAGE_BYTES, write_ask
+from prefill.v1 import prefill_pb2, prefill_pb2_grpc
+
+RETRY_AFTER = "retry-after"
+_AVOID_SECONDS = 1.0
+"""A worker that failed is not asked for this long; it may have been started again by then."""
+_AVOID_SLOW_SECONDS = 30.0
+_ACKNOWLEDGE_SECONDS = 5.0
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    # A worker that is started again is found again soon, and a machine that is gone is noticed.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.enable_retries", 0),
+)
+_log = logging.getLogger(__name__)
+_Stub = Any
+"""The generated stub of PrefillService, whose methods have no annotations."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    address: str
+    channel: grpc.aio.Channel
+    stub: _Stub
+    asked: int = 0
+    """Calls that run."""
+    avoid_until: float = field(default=float("-inf"))
+
+
+class HandedOver:
+    """A handoff, and the worker that holds its blocks until it is told."""
+
+    def __init__(self, peers: Peers, peer: _Peer, request_id: str, handoff: Handoff) -> None:
+        self.handoff = handoff
+        self._peers = peers
+        self._peer = peer
+        self._request_id = request_id
+        self._is_told = False
+
+    def acknowledge(self) -> None:
+        """Tell that worker, in the background. Idempotent."""
+        if not self._is_told:
+            self._is_told = True
+            self._peers.tell(self._peer, self._request_id)
+
+    def reject(self, reason: str) -> None:
+        """Ask that worker no more for a while: it runs another model, or another release."""
+        self._peers.avoid(self._peer, _AVOID_SLOW_SECONDS, reason)
+
+
+class Peers:
+    """Sends prompts to the worker with the fewest of ours that is not avoided. Used on one event loop."""
+
+    def __init__(
+        self,
+        addresses: tuple[Address, ...],
+        model: str,
+        *,
+        key: str | None,
+        seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """``key`` goes along as bearer token; each worker has ``seconds`` for a prompt."""
+        self._model = model
+        self._metadata = [("authorization", f"Bearer {key}")] if key else []
+        self._seconds = seconds
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._peers = []
+        for address in addresses:
+            channel = grpc.aio.insecure_channel(str(address), options=_OPTIONS)
+            self._peers.append(_Peer(str(address), channel, prefill_pb2_grpc.PrefillServiceStub(channel)))
+
+    async def prefill(self, request: Request) -> HandedOver | None:
+        """Ask one worker after the other until one hands the prompt over; None where none can.
+
+        Nothing of the answer has been told to anybody by then, so that a worker that dies costs time
+        and no token. Raises PromptError, and BusyError where workers are there and all busy.
+        """
+        busy: BusyError | None = None
+        for peer in sorted(self._peers, key=lambda each: each.asked):
+            if peer.avoid_until > self._clock():
+                continue
+            try:
+                return await self._ask(peer, request)
+            except BusyError as error:
+                busy = error
+            except HandoffError as error:
+                self.avoid(peer, _AVOID_SLOW_SECONDS, str(error))
+            except grpc.aio.AioRpcError as error:
+                late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                reason = f"{error.code().name.lower()}: {error.details()}"
+                self.avoid(peer, _AVOID_SLOW_SECONDS if late else _AVOID_SECONDS, reason)
+        if busy is not None:
+            raise busy
+        _log.warning("no worker of prefill_at hands over: %s is prefilled here", request.request_id)
+        return None
+
+    def avoid(self, peer: _Peer, seconds: float, reason: str) -> None:
+        """Ask a worker no more for a while."""
+        peer.avoid_until = self._clock() + seconds
+        _log.warning("%s does not prefill (%s); it is left alone for %g s", peer.address, reason, seconds)
+
+    def tell(self, peer: _Peer, request_id: str) -> None:
+        """Acknowledge in the background. Where it fails, the other side's lease lapses by itself."""
+        task = asyncio.create_task(self._acknowledge(peer, request_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Tell what is left to tell, and hang up."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ACKNOWLEDGE_SECONDS)
+        for peer in self._peers:
+            await peer.channel.close()
+
+    async def _ask(self, peer: _Peer, request: Request) -> HandedOver:
+        """One worker's handoff: BusyError, PromptError, HandoffError or AioRpcError."""
+        # Each try has a name of its own: a worker that was slow may still be at an earlier one.
+        request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        ask = prefill_pb2.PrefillRequest(ask=write_ask(request, request_id, self._model))
+        peer.asked += 1
+        try:
+            answer = await peer.stub.Prefill(ask, timeout=self._seconds, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise BusyError(
+                    error.details() or "the prefill workers are busy", _retry_after(error)
+                ) from error
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise PromptError(error.details() or "a prefill worker refused the prompt") from error
+            raise
+        finally:
+            peer.asked -= 1
+        handed = HandedOver(self, peer, answer.request_id, Handoff.from_bytes(answer.handoff))
+        if handed.handoff.tokens != ask.ask.token_ids:
+            raise HandoffError("the handoff is of another prompt; run the same release on both sides")
+        return handed
+
+    async def _acknowledge(self, peer: _Peer, request_id: str) -> None:
+        message = prefill_pb2.AcknowledgeRequest(request_id=request_id)
+        try:
+            await peer.stub.Acknowledge(message, timeout=_ACKNOWLEDGE_SECONDS, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("%s was not told of a handoff (%s)", peer.address, error.code().name.lower())
+
+
+def _retry_after(error: grpc.aio.AioRpcError) -> float:
+    for key, value in error.trailing_metadata() or ():
+        if key == RETRY_AFTER:
+            try:
+                return float(value)
+            except ValueError:
+                break
+    return 1.0

@@ -1,0 +1,221 @@
+"""Bodies of the OpenAI-compatible API as requests; what does not fit is refused with the field's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from prefill.request import Sampling
+from prefill.service.errors import Refusal, ServiceError
+
+STOPS_MAX = 16
+STOP_CHARACTERS_MAX = 1024
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+COMPLETION_TOKENS = 16
+"""What a completion has where the request does not say, as OpenAI's."""
+
+_Body = TypeVar("_Body", bound="Body")
+
+# What this worker cannot do, and the values that ask for nothing: clients send them unasked.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+
+# About the caller, not about the answer.
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else [] if value is None else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]],
+    BeforeValidator(_as_list),
+    Field(max_length=STOPS_MAX),
+]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside the answer."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
+    seed: int | None = Field(default=None, ge=SEED_MIN, le=SEED_MAX)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: Stops = []
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=STOPS_MAX)
+    ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object")
+        kept = {}
+        for name, value in given.items():
+            if value is None or name in _IGNORED:
+                continue
+            if name in _NEUTRAL and name not in cls.model_fields:
+                if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+                    raise ServiceError(
+                        Refusal.UNSUPPORTED, f"{name} = {_short(value)} is not supported; leave it out", name
+                    )
+                continue
+            kept[name] = value
+        return kept
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ServiceError(
+                Refusal.MALFORMED,
+                "stream_options is given and stream is false; set stream, or leave it out",
+                "stream_options",
+            )
+        return self
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """Most tokens to answer, where the request says."""
+        return self.max_tokens
+
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, max(self.top_k, 0), self.seed)
+
+
+class CompletionBody(Body):
+    """/v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+
+    @property
+    def only_prompt(self) -> str | list[int]:
+        """The prompt, as text or as token ids; ServiceError where there are several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return prompt  # type: ignore[return-value]  # one prompt: text, or ids
+        if len(prompt) > 1:
+            raise ServiceError(
+                Refusal.UNSUPPORTED,
+                f"{len(prompt)} prompts were given, and one at a time is answered; send a request for each",
+                "prompt",
+            )
+        return prompt[0]
+
+
+class TextPart(BaseModel):
+    """A piece of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates know messages."""
+        content = (
+            self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        )
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatBody(Body):
+    """/v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def answer_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def read_body(kind: type[_Body], body: bytes) -> _Body:
+    """ServiceError where ``body`` is no JSON, or has a field that is unknown or does not fit."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from error
+    except RecursionError as error:
+        raise ServiceError(Refusal.MALFORMED, "the body is nested too deeply; send plain fields") from error
+
+
+def _refusal(error: ValidationError) -> ServiceError:
+    """The first problem: clients show one."""
+    problem = error.errors(include_url=False)[0]
+    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    if problem["type"] == "json_invalid":
+        return ServiceError(
+            Refusal.MALFORMED, f"the body is not JSON ({reason}); send one JSON object with its Content-Type"
+        )
+    places = [str(place) for place in problem["loc"]]
+    if not places:
+        return ServiceError(Refusal.MALFORMED, f"the body does not fit: {reason}")
+    name = places[0]
+    if problem["type"] == "extra_forbidden":
+        return ServiceError(Refusal.MALFORMED, f"{'.'.join(places)} is unknown; leave it out", name)
+    if problem["type"] == "missing":
+        return ServiceError(Refusal.MALFORMED, f"{'.'.join(places)} is missing; send it", name)
+    return ServiceError(Refusal.MALFORMED, f"{name} = {_short(problem['input'])}: {reason}", name)
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality in which true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
