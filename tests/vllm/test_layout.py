@@ -112,7 +112,7 @@ class TestGoldenRoundTrip:
         elsewhere = {name: tensor.clone() for name, tensor in tensors.items()}
 
         class Wrong(EngineBlocks):
-            def scatter(self, payloads: object, block_ids: object) -> None:
+            def scatter(self, payloads: object, block_ids: object, fence: object = None) -> None:
                 for tensor in tensors.values():
                     tensor[1] = 7
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,9 +30,9 @@ from kvstore.connectors.vllm.scheduler import Policy, SchedulerSide
 from kvstore.connectors.vllm.stats import KVStoreMetrics, KVStoreStats
 from kvstore.connectors.vllm.tally import Tally
 from kvstore.connectors.vllm.worker import Rank, WorkerSide
+from kvstore.tiers.device_pin import pinned_pool
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -113,6 +114,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             saves=transfer.is_kv_producer,
             asynchronous=options.asynchronous_loads,
             lookup_seconds=options.lookup_seconds,
+            request_hints=options.request_hints,
         )
         lookups = Lookups(options.open_client(), cut, options.redis_seconds, self._clock)
         lookups.greet(spec)
@@ -122,7 +124,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         shard = shard_of(self._vllm_config)
         rank = Rank(shard, shard.tp_size * shard.pp_size)
         return WorkerSide(
-            options.open_client(),
+            options.open_client(pinned_pool if torch.cuda.is_available() else None),
             rank,
             self._tally,
             self._clock,

@@ -7,6 +7,7 @@ kernels pack what is inside a block as they like. So layout and packing are part
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,8 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.connectors.vllm.errors import UnsupportedError
+from kvstore.tiers.device_copy import PagedBlocks
+from kvstore.tiers.device_mover import mover_for
+from kvstore.tiers.device_transfer import Transfers
 
 Payload: TypeAlias = NDArray[np.uint8]
+
+_STAGING_BYTES = 64 * 2**20
+"""What loads take of a GPU's memory, and saves once more."""
 
 
 def byte_rows(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -69,7 +76,7 @@ class EngineBlocks:
         ends = np.cumsum([rows.shape[1] for rows in self._rows]).tolist()
         self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
         self._layers: list[Payload] = [rows.numpy() for rows in self._rows] if self.in_host_memory else []
-        self._stream = None if self.in_host_memory else torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._ways: _DeviceWays | None = None if self.in_host_memory else _DeviceWays(PagedBlocks(self._rows))
 
     @property
     def in_host_memory(self) -> bool:
@@ -90,32 +97,48 @@ class EngineBlocks:
     def gather(self, block_ids: Sequence[int], payloads: Sequence[Payload], fence: Any = None) -> None:  # noqa: ANN401
         """Copy blocks out, one payload each, as they are after ``fence``."""
         if self.in_host_memory:
-            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                for block, payload in zip(block_ids, payloads, strict=True):
-                    np.copyto(payload[start:stop], layer[block])
-            return
-        if fence is not None:
-            fence.synchronize()
-        with torch.cuda.stream(self._stream):
             for block, payload in zip(block_ids, payloads, strict=True):
-                target = torch.from_numpy(payload)
-                for rows, (start, stop) in zip(self._rows, self._spans, strict=True):
-                    target[start:stop].copy_(rows[block])
+                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                    payload[start:stop] = layer[block]
+            return
+        assert self._ways is not None
+        self._ways.save(block_ids, payloads, fence)
 
-    def scatter(self, payloads: Sequence[Payload], block_ids: Sequence[int]) -> None:
-        """Copy payloads in; on return they are there."""
+    def scatter(self, payloads: Sequence[Payload], block_ids: Sequence[int], fence: Any = None) -> None:  # noqa: ANN401
+        """Copy payloads in, after ``fence``, before which kernels may read the blocks; over on return."""
         if self.in_host_memory:
-            for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
-                for block, payload in zip(block_ids, payloads, strict=True):
-                    np.copyto(layer[block], payload[start:stop])
-            return
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
             for block, payload in zip(block_ids, payloads, strict=True):
-                source = torch.from_numpy(payload.copy())  # a mapping is read-only, which tensors cannot be
-                for rows, (start, stop) in zip(self._rows, self._spans, strict=True):
-                    rows[block].copy_(source[start:stop])
-        self._stream.synchronize()
+                for layer, (start, stop) in zip(self._layers, self._spans, strict=True):
+                    layer[block] = payload[start:stop]
+            return
+        assert self._ways is not None
+        self._ways.load(payloads, block_ids, fence)
+
+
+class _DeviceWays:
+    """One way up and one down between a GPU and the payloads, each for one thread at a time."""
+
+    def __init__(self, paged: PagedBlocks) -> None:
+        self._up = Transfers(paged, mover_for(paged, staging_bytes=_STAGING_BYTES))
+        self._down = Transfers(paged, mover_for(paged, staging_bytes=_STAGING_BYTES))
+        self._loading, self._saving = Lock(), Lock()
+
+    def save(self, block_ids: Sequence[int], payloads: Sequence[Payload], fence: Any) -> None:  # noqa: ANN401
+        with self._saving:
+            ids = np.array(block_ids, dtype=np.int64)
+            self._down.wait(self._down.save(ids, _addresses(payloads), after=fence))
+
+    def load(self, payloads: Sequence[Payload], block_ids: Sequence[int], fence: Any) -> None:  # noqa: ANN401
+        if not payloads:
+            return
+        with self._loading:
+            ids = np.array(block_ids, dtype=np.int64)
+            _, end = self._up.load(_addresses(payloads), ids, after=fence)[-1]
+            self._up.wait(end)
+
+
+def _addresses(payloads: Sequence[Payload]) -> NDArray[np.int64]:
+    return np.array([payload.ctypes.data for payload in payloads], dtype=np.int64)
 
 
 def golden_round_trip(tensors: Mapping[str, torch.Tensor], blocks: EngineBlocks, block: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hashing import Extras
 from kvstore.errors import KVStoreError
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.service.client import Client, ClientNamespace, HeldLease, Outcome
 from kvstore.spec import NamespaceSpec
 
@@ -22,24 +23,31 @@ _NONE = range(0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """What of a prompt is cached? ``spec`` is found on the thread, since adapters are read for it."""
+    """What of a prompt is cached from ``first_block`` on? The engine has what is before it.
+
+    ``spec`` is found on the thread, since adapters are read for it.
+    """
 
     request_id: str
     spec: Callable[[], NamespaceSpec]
     token_ids: list[int]
     extras: Extras | None
+    first_block: int = 0
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """The namespace, if it has one, and the lease on what is there."""
+    """The namespace, if it has one, and the lease on what is there from ``first_block`` on."""
 
     spec: NamespaceSpec | None
     lease: HeldLease | None
+    first_block: int = 0
 
     @property
-    def blocks(self) -> int:
-        return 0 if self.lease is None else self.lease.blocks
+    def end(self) -> int:
+        """The block at which the run ends."""
+        return self.first_block + (0 if self.lease is None else self.lease.blocks)
 
 
 NOTHING = Answer(None, None)
@@ -109,7 +117,10 @@ class Lookups:
         pending.then(lambda answer: self.release(answer, 0))
 
     def release(self, answer: Answer, used_blocks: int, borrowed: range = _NONE) -> None:
-        """The request is through with its lease; workers have read and found right what is ``borrowed``."""
+        """The request is through with its lease, whose blocks count from the answer's first one.
+
+        Workers have read and found right what is ``borrowed``.
+        """
         if answer.lease is not None and not self._closed:
             self._threads.submit(_release, answer.lease, used_blocks, borrowed)
 
@@ -130,13 +141,15 @@ class Lookups:
                 request_id=f"{question.request_id}/{next(self._asked)}",
                 extras=question.extras,
                 wait_seconds=self._redis_seconds,
+                hints=question.hints,
+                first_block=question.first_block,
             )
         except KVStoreError as error:
             # Not an outage, which is an outcome, but a mistake that each request would repeat.
             self._tell(str(error), "kvstore serves nothing: %s", error)
-            return Answer(spec, None)
+            return Answer(spec, None, question.first_block)
         self._tell_siblings(namespace)
-        return Answer(spec, lease)
+        return Answer(spec, lease, question.first_block)
 
     def _register(self, spec: NamespaceSpec) -> None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hashing import Extras
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.service.client import Ticket
 from kvstore.spec import NamespaceSpec
 
@@ -38,6 +39,7 @@ class SaveJob:
     token_ids: bytes
     first_block: int
     block_ids: list[int]
+    hints: Hints = NO_HINTS
 
 
 @dataclass(slots=True, eq=False)
@@ -60,13 +62,15 @@ class Progress:
 
     By request id, ``loaded`` are ranks whose load is over and ``good_blocks`` the blocks that every
     one of them has. By job id, ``computed`` are ranks that computed the blocks of a save in this
-    step, and ``ended`` ranks that are through with it.
+    step, ``ended`` ranks that are through with it, and ``stored`` those of them whose blocks are all
+    stored now.
     """
 
     loaded: Counter[str] = field(default_factory=Counter)
     good_blocks: dict[str, int] = field(default_factory=dict)
     computed: Counter[int] = field(default_factory=Counter)
     ended: Counter[int] = field(default_factory=Counter)
+    stored: Counter[int] = field(default_factory=Counter)
     refusal: str = ""
 
     def __bool__(self) -> bool:
@@ -81,6 +85,7 @@ class Progress:
         self.loaded += other.loaded
         self.computed += other.computed
         self.ended += other.ended
+        self.stored += other.stored
         self.refusal = self.refusal or other.refusal
         merge_minimum(self.good_blocks, other.good_blocks)
 

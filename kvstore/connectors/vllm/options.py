@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.errors import ConfigError
-from kvstore.service.client import TLS, Client, ClientOptions
+from kvstore.service.client import TLS, AroundMapping, Client, ClientOptions
 
 _SECONDS = ("lookup_seconds", "redis_seconds", "rpc_seconds", "transfer_seconds")
 
@@ -39,6 +39,8 @@ class ConnectorOptions:
     """The longest that a call waits for an answer, beside that."""
     transfer_seconds: float = 5.0
     """The longest that one streamed load or save takes."""
+    request_hints: bool = True
+    """Whether requests may say of their own future what ``kv_transfer_params`` holds (docs/vllm.md)."""
     model: str | None = None
     """Name of the model in the store; engines that are to share blocks give the same one."""
     weights_id: str | None = None
@@ -56,13 +58,19 @@ class ConnectorOptions:
             _check(name, value, getattr(cls(), name))
         return cls(**given)
 
-    def open_client(self) -> Client:
-        """A client of the sidecar; ConfigError where a file cannot be read."""
+    def open_client(self, around_mapping: AroundMapping | None = None) -> Client:
+        """A client of the sidecar; ConfigError where a file cannot be read.
+
+        ``around_mapping`` as in ``ClientOptions``.
+        """
         tls = None
         if self.tls_ca or self.tls_cert or self.tls_key:
             tls = TLS(*(None if path is None else Path(path) for path in self._tls_files))
         options = ClientOptions(
-            rpc_seconds=self.rpc_seconds, transfer_seconds=self.transfer_seconds, map_pool=self.map_pool
+            rpc_seconds=self.rpc_seconds,
+            transfer_seconds=self.transfer_seconds,
+            map_pool=self.map_pool,
+            around_mapping=around_mapping,
         )
         return Client(self.address, token=self._token(), tls=tls, options=options)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
 from hashing import Extras
 from kvstore.connectors.vllm.messages import Progress, SaveJob
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.spec import NamespaceSpec
 
 
@@ -27,19 +28,25 @@ class BlockPool(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The part of a request that is computed in a step or before: whole blocks of ``token_ids``."""
+    """The part of a request that is computed in a step or before: whole blocks of ``token_ids``.
+
+    ``hashes`` are the engine's own, one a block.
+    """
 
     request_id: str
     spec: NamespaceSpec
     extras: Extras | None
     token_ids: bytes
     block_ids: list[int]
+    hashes: Sequence[bytes] = ()
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     order: SaveJob
     request_id: str
+    hashes: Sequence[bytes]
 
 
 class Saves:
@@ -49,13 +56,21 @@ class Saves:
     preempted. ``pinned_share`` of the engine's blocks may be pinned; beyond it saves are dropped.
     """
 
-    def __init__(self, ranks: int, pinned_share: float = 0.5) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        pinned_share: float = 0.5,
+        stored: Callable[[Sequence[bytes]], None] = lambda hashes: None,
+    ) -> None:
+        """``stored`` is told the engine's hashes of blocks that every rank has stored."""
         self._ranks = ranks
         self._share = pinned_share
         self._pool: BlockPool | None = None
         self._ids = count(1)
         self._jobs: dict[int, _Job] = {}
         self._ended: Counter[int] = Counter()
+        self._stored: Counter[int] = Counter()
+        self._tell_stored = stored
         self._pinned = 0
         self._orders: list[SaveJob] = []
         self._verdicts: dict[int, bool] = {}
@@ -78,11 +93,17 @@ class Saves:
             return False
         job_id = next(self._ids)
         order = SaveJob(
-            job_id, prefix.spec, prefix.extras, prefix.token_ids, first_block, list(prefix.block_ids)
+            job_id,
+            prefix.spec,
+            prefix.extras,
+            prefix.token_ids,
+            first_block,
+            list(prefix.block_ids),
+            prefix.hints,
         )
         self._pool.touch([self._pool.blocks[block] for block in blocks])
         self._pinned += len(blocks)
-        self._jobs[job_id] = _Job(order, prefix.request_id)
+        self._jobs[job_id] = _Job(order, prefix.request_id, prefix.hashes[first_block:])
         self._orders.append(order)
         return True
 
@@ -107,6 +128,7 @@ class Saves:
             self._verdicts[job_id] = good
             if not good:
                 dropped.append((job.request_id, job.order.first_block))
+        self._stored.update(progress.stored)
         for job_id, ranks in progress.ended.items():
             self._ended[job_id] += ranks
             if self._ended[job_id] >= self._ranks:
@@ -115,9 +137,12 @@ class Saves:
 
     def _end(self, job_id: int) -> None:
         del self._ended[job_id]
+        everywhere = self._stored.pop(job_id, 0) >= self._ranks
         job = self._jobs.pop(job_id, None)
         if job is None or self._pool is None:
             return
+        if everywhere:
+            self._tell_stored(job.hashes)
         blocks = job.order.block_ids[job.order.first_block :]
         self._pinned -= len(blocks)
         # Tails first: what is reused first should be what is least likely to be asked again.

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hashing import Extras
 from kvstore.block import TierName
+from kvstore.connectors.vllm.hints import hints_of
 from kvstore.connectors.vllm.identity import Adapters, adapted, request_extras, with_new_weights
+from kvstore.connectors.vllm.known import KnownBlocks
 from kvstore.connectors.vllm.lookups import NOTHING, Answer, Lookups, Pending, Question
 from kvstore.connectors.vllm.messages import LoadJob, Orders, Progress
 from kvstore.connectors.vllm.saves import Prefix, Saves
 from kvstore.connectors.vllm.tally import Tally
+from kvstore.errors import HintsError
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.service.client import Outcome
 from kvstore.spec import NamespaceSpec
 
+_log = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 0.002
-"""What a step may wait for answers of the sidecar, all requests together: most come in less, and an
-engine with nothing else to do would ask again at once."""
+"""What a step may wait for answers of the sidecar, all requests together: most come in less."""
+_IDLE_PATIENCE_SECONDS = 0.003
+"""The same where the step before had nothing to compute: the engine would ask again at once, and take
+from whoever works at the answer what each of its empty steps costs."""
 
 
 class EngineRequest(Protocol):
@@ -31,6 +39,8 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     num_in_flight_tokens: int
     all_token_ids: Sequence[int]
+    block_hashes: Sequence[bytes]
+    kv_transfer_params: Mapping[str, Any] | None
     skip_reading_prefix_cache: bool
     cache_salt: str | None
     lora_request: Any
@@ -49,6 +59,7 @@ class Policy:
     saves: bool
     asynchronous: bool
     lookup_seconds: float
+    request_hints: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +74,7 @@ class _Tracked:
     request: EngineRequest
     spec: NamespaceSpec | None
     extras: Extras | None
+    hints: Hints = NO_HINTS
     pending: Pending | None = None
     answer: Answer | None = None
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -74,7 +86,7 @@ class _Tracked:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """A load under way; ``ranks`` are through with it."""
+    """A load under way; ``ranks`` are through with it. ``first_block`` counts in the answer's run."""
 
     answer: Answer
     first_block: int
@@ -103,11 +115,14 @@ class SchedulerSide:
         self._clock = clock
         self._mark = mark
         self._adapters = Adapters()
-        self._saves = Saves(policy.ranks)
+        self._known = KnownBlocks(clock)
+        self._saves = Saves(policy.ranks, stored=self._known.add)
+        self._failures = 0
+        self._told: set[str] = set()
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[str, _Load] = {}
         self._new_loads: list[LoadJob] = []
-        self._patience = _PATIENCE_SECONDS
+        self._patience = self._patience_left = _IDLE_PATIENCE_SECONDS
         self.refusal = ""
 
     @property
@@ -130,7 +145,20 @@ class SchedulerSide:
         ]
         spec = self._base if request.lora_request is None else None
         extras = request_extras(request.cache_salt, items)
-        self._requests[request.request_id] = _Tracked(request, spec, extras)
+        self._requests[request.request_id] = _Tracked(request, spec, extras, self._hints(request))
+
+    def _hints(self, request: EngineRequest) -> Hints:
+        """What the request says; nothing, and one line, where it says what cannot be."""
+        if not self._policy.request_hints:
+            return NO_HINTS
+        try:
+            return hints_of(request.kv_transfer_params)
+        except HintsError as error:
+            name = str(error).partition(" ")[0]
+            if name not in self._told:
+                self._told.add(name)
+                _log.warning("kvstore ignores the hints of request %s: %s", request.request_id, error)
+            return NO_HINTS
 
     def matched_tokens(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load behind the engine's own ``local_tokens``; None asks to be asked again."""
@@ -138,7 +166,7 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.local_blocks = local_tokens // self._block_size
-        tracked.saved_blocks = tracked.local_blocks
+        tracked.saved_blocks = self._known_blocks(request, tracked.local_blocks)
         longest = request.num_tokens - (0 if self._policy.asynchronous else 1)
         wanted = longest // self._block_size
         # An adapter's namespace is known only once it was asked for, also by who just saves.
@@ -150,22 +178,36 @@ class SchedulerSide:
         answer = self._answer(tracked)
         if answer is None:
             return None, False
-        tracked.saved_blocks = answer.blocks
-        new_blocks = min(wanted, answer.blocks) - tracked.local_blocks
+        if tracked.saved_blocks >= answer.first_block:
+            tracked.saved_blocks = answer.end
+        new_blocks = min(wanted, answer.end) - tracked.local_blocks
         if new_blocks <= 0 or not self._policy.loads:
             return 0, False
         return new_blocks * self._block_size, self._policy.asynchronous
 
+    def _known_blocks(self, request: EngineRequest, blocks: int) -> int:
+        """Leading blocks that need not be saved; none where the store may have lost some."""
+        failures = sum(self._lookups.failures.values())
+        if failures > self._failures:
+            self._failures = failures
+            self._known.clear()
+        return self._known.leading(request.block_hashes, blocks)
+
     def _answer(self, tracked: _Tracked) -> Answer | None:
-        if tracked.answer is not None:
-            return tracked.answer
+        answer = tracked.answer or self._new_answer(tracked)
+        if answer is not None and tracked.local_blocks < answer.first_block:
+            self._drop_answer(tracked)  # what the engine had when it asked, it has no longer
+            return None
+        return answer
+
+    def _new_answer(self, tracked: _Tracked) -> Answer | None:
         if tracked.pending is None:
             tracked.pending = self._lookups.ask(self._question(tracked))
             self._tally.add("lookups", 1)
         began = self._clock()
-        answer = tracked.pending.poll(max(0.0, self._patience))
+        answer = tracked.pending.poll(max(0.0, self._patience_left))
         now = self._clock()
-        self._patience -= now - began
+        self._patience_left -= now - began
         if answer is None:
             if now - tracked.pending.asked_at < self._policy.lookup_seconds:
                 return None
@@ -173,6 +215,7 @@ class SchedulerSide:
             self._tally.add("late_lookups", 1)
             answer = NOTHING
         tracked.pending, tracked.answer = None, answer
+        self._know(tracked, answer)
         if answer.spec is not None and not tracked.stale:
             tracked.spec = answer.spec
         return answer
@@ -186,7 +229,18 @@ class SchedulerSide:
                 return base
             return adapted(base, self._adapters.adapter_of(lora.lora_name, lora.lora_path))
 
-        return Question(request.request_id, spec, list(request.all_token_ids), tracked.extras)
+        return Question(
+            request.request_id,
+            spec,
+            list(request.all_token_ids),
+            tracked.extras,
+            tracked.local_blocks,
+            tracked.hints,
+        )
+
+    def _know(self, tracked: _Tracked, answer: Answer) -> None:
+        if not tracked.stale:
+            self._known.add(tracked.request.block_hashes[answer.first_block : answer.end])
 
     def _drop_answer(self, tracked: _Tracked, used_blocks: int = 0) -> None:
         if tracked.pending is not None:
@@ -210,9 +264,11 @@ class SchedulerSide:
         first = tracked.local_blocks
         targets = list(block_ids[first : first + count])
         if tracked.answer is None or tracked.spec is None or not count:
-            # What the engine has itself was of use to it, wherever it came from.
-            self._drop_answer(tracked, tracked.local_blocks)
+            # What the engine has itself by now was of use to it, wherever it came from.
+            begun = 0 if tracked.answer is None else tracked.answer.first_block
+            self._drop_answer(tracked, max(0, first - begun))
             return
+        first -= tracked.answer.first_block
         self._loads[request.request_id] = _Load(tracked.answer, first, targets, good_blocks=count)
         # A lease that was lost in between has none, or a shorter one; then the workers say so.
         part = None if ticket is None or ticket.blocks < first + count else ticket.part(first, count)
@@ -236,9 +292,8 @@ class SchedulerSide:
 
     def orders(self, scheduled: Iterable[tuple[str, int]], table_of: Callable[[str], list[int]]) -> Orders:
         """For the step in which each of the requests computes so many tokens."""
-        if self._patience < _PATIENCE_SECONDS:
-            self._tally.waited(_PATIENCE_SECONDS - self._patience)
-            self._patience = _PATIENCE_SECONDS
+        if self._patience_left < self._patience:
+            self._tally.waited(self._patience - self._patience_left)
         idle = True
         for request_id, tokens in scheduled:
             idle = False
@@ -248,6 +303,7 @@ class SchedulerSide:
                 end = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_prompt_tokens)
                 if end // self._block_size > tracked.saved_blocks:
                     self._save(tracked, end, table_of(request_id))
+        self._patience = self._patience_left = _IDLE_PATIENCE_SECONDS if idle else _PATIENCE_SECONDS
         loads, self._new_loads = self._new_loads, []
         saves, verdicts = self._saves.take_orders()
         return Orders(loads, saves, verdicts if self._policy.ranks > 1 else {}, idle)
@@ -264,6 +320,8 @@ class SchedulerSide:
             tracked.extras,
             tracked.token_ids[:count].tobytes(),
             list(block_ids[:blocks]),
+            tracked.request.block_hashes[:blocks],
+            tracked.hints,
         )
         if not self._saves.begin(prefix, tracked.saved_blocks):
             self._tally.add("refused_saves", 1)
@@ -299,7 +357,8 @@ class SchedulerSide:
         if tracked is not None and load.good_blocks < len(load.block_ids):
             # What was not right in the store is stored again.
             tracked.failed = True
-            tracked.saved_blocks = min(tracked.saved_blocks, good)
+            tracked.saved_blocks = min(tracked.saved_blocks, load.answer.first_block + good)
+            self._known.clear()
 
     def finished(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
         """A request has ended, in whatever state; save what it computed and is not saved."""
@@ -317,6 +376,7 @@ class SchedulerSide:
     def reset(self) -> None:
         """The weights are others now: nothing that is stored is right for them."""
         self._base = with_new_weights(self._policy.spec, self._mark())
+        self._known.clear()
         for tracked in self._requests.values():
             self._drop_answer(tracked)
             tracked.saved_blocks = 0

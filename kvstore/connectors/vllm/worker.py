@@ -16,12 +16,13 @@ from kvstore.connectors.vllm.errors import UnsupportedError
 from kvstore.connectors.vllm.layout import EngineBlocks, golden_round_trip
 from kvstore.connectors.vllm.messages import LoadJob, Orders, Progress, SaveJob
 from kvstore.connectors.vllm.tally import Tally
+from kvstore.hints import NO_HINTS, Hints
 from kvstore.service.client import BlockStatus, Client, ClientNamespace, Outcome, StagedWrite
 from kvstore.spec import NamespaceSpec
 
 _log = logging.getLogger(__name__)
 _LOADERS = 2
-_PATIENCE_SECONDS = 0.002
+_PATIENCE_SECONDS = 0.004
 """What a step without tokens waits for a transfer to end, instead of asking again at once."""
 _PIECE_BYTES = 64 * 2**20
 """A write is cut into pieces of about so much: each counts against what a client may have staged."""
@@ -53,8 +54,8 @@ class WorkerSide:
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvstore-load")
         self._savers = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
         self._loading: dict[Future[int], LoadJob] = {}
-        self._filling: dict[int, Future[list[StagedWrite]]] = {}
-        self._saving: dict[Future[int], int] = {}
+        self._filling: dict[int, tuple[SaveJob, Future[list[StagedWrite]]]] = {}
+        self._saving: dict[Future[bool], int] = {}
         self._bad: set[int] = set()
         self._progress = Progress()
 
@@ -76,8 +77,9 @@ class WorkerSide:
 
     def load(self, orders: Orders) -> None:
         """Begin the step's loads; synchronous ones are over on return."""
+        fence = None if self._blocks is None or not orders.loads else self._blocks.fence()
         for job in orders.loads:
-            self._loading[self._loaders.submit(self._load, job)] = job
+            self._loading[self._loaders.submit(self._load, job, fence)] = job
         if not self._asynchronous:
             wait(self._loading)
             self._collect_loads()
@@ -87,14 +89,15 @@ class WorkerSide:
         for job_id, good in orders.verdicts.items():
             filling = self._filling.pop(job_id, None)
             if filling is not None:
-                self._saving[self._savers.submit(self._publish, filling, good)] = job_id
+                job, writes = filling
+                self._saving[self._savers.submit(self._publish, job, writes, good)] = job_id
         fence = None if self._blocks is None or not orders.saves else self._blocks.fence()
         for job in orders.saves:
             self._progress.computed[job.job_id] += 1
             if self._blocks is None:
                 self._progress.ended[job.job_id] += 1
             elif self._rank.ranks > 1:
-                self._filling[job.job_id] = self._savers.submit(self._fill, job, fence)
+                self._filling[job.job_id] = job, self._savers.submit(self._fill, job, fence)
             elif self._bad.isdisjoint(job.block_ids):
                 self._saving[self._savers.submit(self._store, job, fence)] = job.job_id
             else:
@@ -103,7 +106,8 @@ class WorkerSide:
 
     def finished_loads(self, orders: Orders) -> set[str]:
         """Ids of requests whose asynchronous load is over, well or not, since the last call."""
-        under_way: list[Future[Any]] = [*self._loading, *self._saving, *self._filling.values()]
+        under_way: list[Future[Any]] = [*self._loading, *self._saving]
+        under_way += [writes for _, writes in self._filling.values()]
         if orders.idle and under_way:
             wait(under_way, _PATIENCE_SECONDS, FIRST_COMPLETED)
         for future in [each for each in self._saving if each.done()]:
@@ -112,6 +116,8 @@ class WorkerSide:
             if future.exception() is not None:
                 _log.error("kvstore save failed", exc_info=future.exception())
                 self._tally.add("failed_saves", 1)
+            elif future.result():
+                self._progress.stored[job_id] += 1
         return self._collect_loads() if self._asynchronous else set()
 
     def _collect_loads(self) -> set[str]:
@@ -139,48 +145,45 @@ class WorkerSide:
 
     def close(self) -> None:
         """End what is under way, as far as the sidecar answers."""
-        for filling in self._filling.values():
-            self._savers.submit(self._publish, filling, False)  # noqa: FBT003 - nobody will decide any more
+        for job, writes in self._filling.values():
+            self._savers.submit(self._publish, job, writes, False)  # noqa: FBT003 - nobody decides any more
         self._loaders.shutdown(wait=True, cancel_futures=True)
         self._savers.shutdown(wait=True)
         self._client.close()
 
     # On threads of their own.
 
-    def _load(self, job: LoadJob) -> int:
+    def _load(self, job: LoadJob, fence: Any) -> int:  # noqa: ANN401 - what ``EngineBlocks.fence`` gave
         """How many of the job's leading blocks are filled, and right."""
         if self._blocks is None or job.ticket is None:
             return 0
         began = self._clock()
         borrowed = self._namespace(job.spec).borrow(job.ticket)
         views = borrowed.views(self._rank.shard)
-        self._blocks.scatter(views, job.block_ids[: len(views)])
+        self._blocks.scatter(views, job.block_ids[: len(views)], fence)
         good = min(len(views), borrowed.valid(self._rank.shard))
         self._tally.add("load_seconds", self._clock() - began)
         self._tally.add("loaded_bytes", good * self._blocks.payload_bytes)
         return good
 
-    def _store(self, job: SaveJob, fence: Any) -> int:  # noqa: ANN401 - what ``EngineBlocks.fence`` gave
-        """Write and publish, piece by piece; how many blocks became visible."""
-        committed = 0
-        for first, stop in self._pieces(job):
-            staged = self._write(job, first, stop, fence)
-            committed += self._commit(staged)
-            if staged.outcome is not Outcome.OK:
-                break
-        return committed
+    def _store(self, job: SaveJob, fence: Any) -> bool:  # noqa: ANN401 - what ``EngineBlocks.fence`` gave
+        """Write and publish, piece by piece; whether all of the blocks are stored now."""
+        return all(
+            self._commit(self._write(job, first, stop, fence), job.hints) for first, stop in self._pieces(job)
+        )
 
     def _fill(self, job: SaveJob, fence: Any) -> list[StagedWrite]:  # noqa: ANN401
         """Write all pieces and publish none."""
         return [self._write(job, first, stop, fence) for first, stop in self._pieces(job)]
 
-    def _publish(self, filling: Future[list[StagedWrite]], good: bool) -> int:  # noqa: FBT001 - the verdict
+    def _publish(self, job: SaveJob, filling: Future[list[StagedWrite]], good: bool) -> bool:  # noqa: FBT001 - the verdict
         writes = filling.result()
         if good:
-            return sum(map(self._commit, writes))
+            stored = [self._commit(write, job.hints) for write in writes]
+            return all(stored)
         for write in writes:
             write.abort()
-        return 0
+        return False
 
     def _write(self, job: SaveJob, first: int, stop: int, fence: Any) -> StagedWrite:  # noqa: ANN401
         began = self._clock()
@@ -199,17 +202,18 @@ class WorkerSide:
         self._tally.add("save_seconds", self._clock() - began)
         return staged
 
-    def _commit(self, staged: StagedWrite) -> int:
+    def _commit(self, staged: StagedWrite, hints: Hints) -> bool:
+        """Whether all of the write's blocks are stored now, or about to be by somebody else."""
         began = self._clock()
         if staged.outcome is Outcome.OK:
-            staged.commit()
+            staged.commit(None if hints == NO_HINTS else hints)
         else:
             staged.abort()
         self._tally.add("save_seconds", self._clock() - began)
         self._tally.add("saved_blocks", staged.committed_blocks)
         if staged.outcome is not Outcome.OK:
             self._tally.add("failed_saves", 1)
-        return staged.committed_blocks
+        return staged.outcome is Outcome.OK and BlockStatus.REFUSED not in staged.status
 
     def _pieces(self, job: SaveJob) -> list[tuple[int, int]]:
         assert job.spec.payload_bytes is not None
