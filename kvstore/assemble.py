@@ -13,7 +13,7 @@ from kvstore.evict.lru import LRU
 from kvstore.evict.reuse import Reuse
 from kvstore.evict.s3fifo import S3FIFO
 from kvstore.failpoints import Failpoint, no_failpoint
-from kvstore.store import StoreOptions
+from kvstore.store import Demotion, StoreOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.null import NullTier
@@ -28,13 +28,18 @@ _POLICIES: dict[str, Callable[[Occupancy], Evictor]] = {
 }
 
 
+def policy_of(config: Config) -> Callable[[Occupancy], Evictor]:
+    """What makes the eviction policy of the host tier."""
+    return _POLICIES[config.eviction_policy]
+
+
 def open_host(config: Config, clock: Callable[[], float], failpoint: Failpoint = no_failpoint) -> HostTier:
     """The host tier; PoolError where the pool file cannot be had."""
     return HostTier(
         config.pool_path,
         pool_bytes=config.pool_bytes,
         extent_bytes=config.extent_bytes,
-        make_evictor=_POLICIES[config.eviction_policy],
+        make_evictor=policy_of(config),
         clock=clock,
         failpoint=failpoint,
     )
@@ -59,6 +64,10 @@ def store_options(config: Config, *, readers_verify: bool = False) -> StoreOptio
         lease_seconds=config.lease_seconds,
         write_seconds=config.write_seconds,
         probe_seconds=config.redis_probe_seconds,
+        ttl_seconds=config.redis_ttl_seconds,
+        demotion=Demotion(config.redis_demotion),
+        reuse_count=config.redis_reuse_count,
+        recompute_tokens_per_second=config.recompute_tokens_per_second,
         queue_bytes=config.redis_queue_bytes,
         threads=config.redis_connections + 1,
         readers_verify=readers_verify,

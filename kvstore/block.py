@@ -53,6 +53,8 @@ class MissCause(StrEnum):
     VERSION = "version"
     TIMEOUT = "timeout"
     UNAVAILABLE = "unavailable"
+    SLOWER = "slower"
+    """Redis has it, and to load it is expected to take longer than to compute it."""
     QUOTA = "quota"
     UNKNOWN = "unknown"
 

@@ -6,22 +6,33 @@ little.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from kvstore.commands.groups import grouped
-from kvstore.commands.options import AsJson, ConfigOptions, MemoryTiers, PromptOptions, ServerOptions, Tiers
+from kvstore.commands.model_options import ModelOptions
+from kvstore.commands.options import (
+    AsJson,
+    ConfigOptions,
+    MemoryTiers,
+    PromptOptions,
+    Rank,
+    ServerOptions,
+    Since,
+    Tiers,
+)
 from kvstore.commands.output import show
+from kvstore.commands.simulate_options import SimulateOptions, Traces
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.settings import LoadedConfig, load_config
@@ -72,14 +83,15 @@ def serve(config: ConfigOptions, *, as_json: AsJson = False) -> None:
     Says where it listens once it serves: on stderr, or with --json on stdout as one object.
     """
     loaded = _load(config)
-    level = loaded.config.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from kvstore.commands.serving import announce, log_settings, redis_beside
+    from kvstore.logs import logging_to
     from kvstore.serve import Clocks, run
 
-    log_settings(loaded)
-    with redis_beside(loaded) as settings:
-        run(settings, Clocks(time.monotonic, time.time), partial(announce, as_json=as_json))
+    told = loaded.config
+    with logging_to(told.log_file, level=told.log_level, as_json=told.log_format == "json"):
+        log_settings(loaded)
+        with redis_beside(loaded) as settings:
+            run(settings, Clocks(time.monotonic, time.time), partial(announce, as_json=as_json))
 
 
 @app.command("config")
@@ -122,12 +134,7 @@ def explain(
     prompt: PromptOptions,
     server: ServerOptions,
     *,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TP.TP_SIZE.PP.PP_SIZE", help="Rank to look at, such as 0.2.0.1; default: the first one"
-        ),
-    ] = None,
+    shard: Rank = None,
     as_json: AsJson = False,
 ) -> None:
     """Block by block, where a prompt is or why it is not.
@@ -164,16 +171,16 @@ def status(
     if seconds is not None and not watch:
         raise ConfigError(f"SECONDS is {seconds!r} without --watch; add it, or leave the number out")
     from kvstore.commands.connect import connect, seconds_of
-    from kvstore.commands.status import answer_of, is_healthy, watch_status
+    from kvstore.commands.status import Seen, answer_of, is_healthy, watch_status
 
     every = seconds_of("SECONDS", seconds or "2s")
     with connect(server, _settings_of(server)) as operator:
         if watch:
             watch_status(operator, every, time.sleep, as_json=as_json)
             return
-        report = operator.status()
-    show(answer_of(report), as_json=as_json)
-    sys.exit(0 if is_healthy(report) else _NOTHING)
+        seen = Seen.of(operator)
+    show(answer_of(seen), as_json=as_json)
+    sys.exit(0 if is_healthy(seen.status) else _NOTHING)
 
 
 @app.command()
@@ -206,12 +213,12 @@ def clear(
     Redis is not cleared: it forgets by its time to live. Asks first on a terminal, and needs --yes
     elsewhere. Exit status 1: the answer was no.
     """
-    from kvstore.commands.admin import clear, tiers_to_clear
+    from kvstore.commands.admin import clear, is_agreed, tiers_to_clear
     from kvstore.commands.connect import connect
     from kvstore.commands.prompt import parse_namespace
 
     tiers, root = tiers_to_clear(tier), b"" if namespace is None else parse_namespace(namespace)
-    if not yes and not _agreed(f"namespace {namespace}" if namespace else "all namespaces"):
+    if not yes and not is_agreed(f"namespace {namespace}" if namespace else "all namespaces"):
         sys.exit(_NOTHING)
     with connect(server, _settings_of(server)) as operator:
         answer = clear(operator, root, tiers)
@@ -265,6 +272,45 @@ def unpin(
 
 @app.command()
 @grouped
+def quota(
+    server: ServerOptions,
+    *,
+    tenant: Annotated[str | None, typer.Argument(metavar="TENANT", help="Whose share to set")] = None,
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", help="Such as 4GiB; 0: no guarantee")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the shares of the pool that tenants are guaranteed, or set one until the server ends."""
+    if tenant is not None and size is None:
+        raise ConfigError(f"TENANT is {tenant!r} without SIZE; add it, or leave both out to see all shares")
+    from kvstore.commands.admin import list_quotas, set_quota
+    from kvstore.commands.connect import connect
+
+    with connect(server, _settings_of(server)) as operator:
+        answer = list_quotas(operator) if tenant is None else set_quota(operator, tenant, size or "")
+    show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
+def events(
+    server: ServerOptions,
+    *,
+    since: Since = None,
+    count: Annotated[int, typer.Option(min=0, help="End after so many; 0 is no limit")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show blocks as they are stored and removed, until Ctrl-C; with --json one object a line."""
+    from kvstore.commands.connect import connect
+    from kvstore.commands.events import parse_cursor, watch_events
+
+    cursor = parse_cursor(since)
+    with connect(server, _settings_of(server)) as operator:
+        for answer in watch_events(operator, cursor, count):
+            show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
 def prefetch(
     prompt: PromptOptions,
     server: ServerOptions,
@@ -286,37 +332,25 @@ def prefetch(
 
 
 @app.command()
-def simulate(
-    traces: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="TRACE",
-            help="JSON lines with hash_ids (Mooncake) or token_ids, plain or gzipped; one trace",
-        ),
-    ],
-    *,
-    policy: Annotated[
-        str, typer.Option(help="Comma-separated eviction policies, such as lru,reuse; or all")
-    ] = "lru",
-    capacity: Annotated[
-        str, typer.Option(help="Comma-separated numbers of blocks, such as 500, 30k or unlimited")
-    ] = "1k,3k,10k,30k,100k,unlimited",
-    block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens of a block, where a trace has token_ids")
-    ] = 16,
-    recommend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="Instead of --capacity: the least that hits this share of what an unlimited cache hits",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+@grouped
+def simulate(traces: Traces, options: SimulateOptions, *, as_json: AsJson = False) -> None:
     """Replay a trace and say what share of it would have been hit, for each policy and capacity."""
-    from kvstore.commands.simulate import Question, simulate
+    from kvstore.commands.simulate import simulate
 
-    show(simulate(traces, Question(policy, capacity, block_size, recommend), _messages), as_json=as_json)
+    draw = None if options.plot is None else _plotter(options.plot)
+    answer = simulate(traces, options, os.environ, _messages)
+    if draw is not None:
+        draw(answer.facts)
+    show(answer, as_json=as_json)
+
+
+@app.command()
+@grouped
+def size(model: ModelOptions, *, as_json: AsJson = False) -> None:
+    """What the KV cache of a model takes: a token, a block, a fleet's pools, and Redis. Asks no server."""
+    from kvstore.commands.size import size
+
+    show(size(model, os.environ), as_json=as_json)
 
 
 def _load(options: ConfigOptions) -> LoadedConfig:
@@ -332,24 +366,26 @@ def _settings_of(server: ServerOptions) -> Callable[[], Config]:
     return load
 
 
+def _plotter(path: Path) -> Callable[[Mapping[str, Any]], None]:
+    with _needing("matplotlib", f"--plot {path}", "leave the option out"):
+        from kvstore.commands.plot import plotter
+    return plotter(path)
+
+
 def _tokenizer(name: str) -> Callable[[str], list[int]]:
-    try:
+    with _needing("transformers", f"--tokenizer {name}", "give token ids instead of text"):
         from kvstore.commands.tokenizer import load_tokenizer
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ConfigError(
-            f"--tokenizer {name} needs transformers, which is not installed; `pip install transformers`, or "
-            "give token ids instead of text"
-        ) from error
     return load_tokenizer(name)
 
 
-def _agreed(what: str) -> bool:
-    """Whether the person at the terminal wants ``what`` cleared; ConfigError where there is none."""
-    if not sys.stdin.isatty():
-        raise ConfigError(f"clearing {what} needs --yes where nobody can be asked; add it")
-    # Not typer.confirm: it leaves a space on stdout, where --json promises one object and nothing else.
-    sys.stderr.write(f"Forget all blocks of {what} in memory that nobody holds? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in {"y", "yes"}
+@contextmanager
+def _needing(package: str, option: str, otherwise: str) -> Iterator[None]:
+    """An import for an option that works only with a package that need not be there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ConfigError(
+            f"{option} needs {package}, which is not installed; `pip install {package}`, or {otherwise}"
+        ) from error

@@ -23,7 +23,14 @@ from kvstore.quantity import Bytes, Seconds, format_bytes
 EMBEDDED_REDIS = "embedded"
 """``redis_url`` that stands for a Valkey server started by this process."""
 
-PREFILL_ONLY = ("block_size", "hash_algorithm", "device", "device_bytes", "redis_acquire_seconds")
+PREFILL_ONLY = (
+    "block_size",
+    "hash_algorithm",
+    "device",
+    "device_bytes",
+    "device_share",
+    "redis_acquire_seconds",
+)
 """Settings that a worker with a model uses; to a server each client says its own."""
 
 EXTENT_BYTES_MIN = 4096
@@ -77,9 +84,13 @@ def _absolute(path: Path) -> Path:
     return path
 
 
-def _none_or_as_given(value: object) -> object:
+def _path_or_none(value: object) -> object:
     if value == "":
         raise ValueError("expected the path of a file, or none")
+    return _none_or_as_given(value)
+
+
+def _none_or_as_given(value: object) -> object:
     return None if value == "none" else value
 
 
@@ -95,9 +106,11 @@ def _matching(pattern: str, expected: str) -> AfterValidator:
 _AS_TEXT = PlainSerializer(format_addresses)
 Listen = Annotated[tuple[Address, ...], BeforeValidator(parse_addresses), _AS_TEXT]
 HttpListen = Annotated[Address | None, BeforeValidator(parse_tcp_address), _AS_TEXT]
-OptionalPath = Annotated[Path | None, BeforeValidator(_none_or_as_given)]
+OptionalPath = Annotated[Path | None, BeforeValidator(_path_or_none)]
 RedisUrl = Annotated[str | None, BeforeValidator(_parse_redis_url)]
 Device = Annotated[str, _matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
+OptionalShare = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_or_as_given)]
+OptionalRate = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_or_as_given)]
 KeyPrefix = Annotated[str, _matching(r"[^{}\s]+", "one or more characters without braces or spaces")]
 
 
@@ -130,6 +143,9 @@ class Config(BaseModel):
     device_bytes: Bytes = 2**30
     """Size of the device tier."""
 
+    device_share: OptionalShare = None
+    """Take this share (as 0.5) of what is free on the CUDA device instead of device_bytes; or none."""
+
     block_size: int = Field(default=16, ge=1)
     """Tokens in a block, the unit of hashing and of reuse."""
 
@@ -160,6 +176,15 @@ class Config(BaseModel):
     redis_queue_bytes: Bytes = 256 * 2**20
     """Payloads that may wait for Redis to take them; beyond it, writes to Redis are dropped and counted."""
 
+    redis_demotion: Literal["write_through", "on_evict", "on_reuse"] = "write_through"
+    """When blocks go to Redis: once stored, when memory gives them up, or once reused (docs/redis.md)."""
+
+    redis_reuse_count: int = Field(default=1, ge=1)
+    """How often a block is hit before it goes to Redis with on_reuse."""
+
+    recompute_tokens_per_second: OptionalRate = None
+    """Prompt tokens a second that the engine computes; what loads slower from Redis is a miss. Or none."""
+
     lease_seconds: Seconds = 30
     """Time for which acquired blocks stay readable without a renewal."""
 
@@ -170,7 +195,7 @@ class Config(BaseModel):
     """Addresses of the gRPC server, with commas between them: unix:/absolute/path, host:port, :port."""
 
     http_listen: HttpListen = Address(host=LOOPBACK, port=9470)
-    """Address of /metrics, /healthz and /readyz, without TLS: counts and model names, no prompts; or none."""
+    """Address of the page, /metrics, /healthz, /readyz, without TLS: counts, models, no prompts; or none."""
 
     tls_cert: OptionalPath = None
     """PEM file with the server's certificate chain; with it every host:port speaks TLS. Or none."""
@@ -199,6 +224,18 @@ class Config(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important messages that are logged."""
 
+    log_format: Literal["human", "json"] = "human"
+    """Lines for people, or one JSON object a line."""
+
+    log_file: OptionalPath = None
+    """File to log to, opened anew when it is moved away; or none: stderr."""
+
+    record_path: OptionalPath = None
+    """File to record requests in, for `kvstore simulate`: salted names, no tokens; packed as .gz; or none."""
+
+    record_max_bytes: Bytes = 2**30
+    """Size of a recording at which it ends."""
+
     @model_validator(mode="after")
     def _check_extents(self) -> Self:
         pool, extent = format_bytes(self.pool_bytes), format_bytes(self.extent_bytes)
@@ -224,6 +261,15 @@ class Config(BaseModel):
                 f"redis_probe_seconds = {self.redis_probe_seconds:g} is longer than "
                 f"redis_acquire_seconds = {self.redis_acquire_seconds:g}, which includes it: "
                 "lower the first or raise the second (a key of the file, or KVSTORE_REDIS_ACQUIRE_SECONDS)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_device(self) -> Self:
+        if self.device_share is not None and self.device == "cpu":
+            raise ValueError(
+                f"device_share = {self.device_share:g} is a share of a GPU's free memory, and device is cpu: "
+                "set device to cuda, or use device_bytes"
             )
         return self
 

@@ -21,6 +21,10 @@ class LeaseError(KVStoreError):
     """A lease is unknown, over, or belongs to another owner."""
 
 
+class HintsError(KVStoreError):
+    """What a request says of its own future is out of range."""
+
+
 class WriteError(KVStoreError):
     """A two-phase write was used out of order, or after its deadline."""
 

@@ -110,8 +110,8 @@ class RequestSettled:
     """One request's tokens, counted once: asked = sum of hits + sum of misses.
 
     ``tier_asked`` is what each tier was asked for, that tier's own denominator. ``hashes`` are the
-    whole blocks that were asked (packed), ``hit_blocks`` how many of them, from the first on, were
-    used: what a recording or a what-if needs.
+    prompt's whole blocks (packed). The caller had those before ``first_block`` itself, which are not
+    counted; the next ``hit_blocks`` were used: what a recording or a what-if needs.
     """
 
     time: float
@@ -123,6 +123,7 @@ class RequestSettled:
     hashes: bytes = b""
     hit_blocks: int = 0
     hints: Hints = NO_HINTS
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,19 @@ from kvstore.errors import LeaseError
 from kvstore.hints import NO_HINTS, Hints
 
 
+class Terms(NamedTuple):
+    """How a request asks for a prompt.
+
+    The caller has the blocks before ``first_block`` itself: they are neither looked for nor promoted,
+    leased or counted. ``counted`` is False for what is no request: it is not in the hit rate, and
+    policies do not hear of it.
+    """
+
+    first_block: int = 0
+    hints: Hints = NO_HINTS
+    counted: bool = True
+
+
 class Segment(NamedTuple):
     """Blocks ``start`` … of a chain, in one tier; ``source`` is the tier that they came from."""
 
@@ -28,16 +41,16 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one request was promised: the leading ``blocks`` blocks, readable until ``deadline``.
+    """What one request was promised: ``blocks`` blocks from ``first_block`` on, readable until ``deadline``.
 
     ``segments`` tell, by shard, where the promised blocks are, in chain order and without gaps.
     ``held`` is what the lease pins beside them. ``pending`` counts promotions that may yet make
     the run longer; ``cause`` says why it ends where it does. ``asked_redis`` is how many blocks
-    redis was asked for, ``asked_at`` where the run ended when it was last asked, and ``broke``
-    where and why the first of the promotions since then came to an end. ``seen`` says that the
-    policies were told of the request. ``counted`` is False for one that is no request: it is not in
-    the hit rate, and policies do not hear of it. ``waiters`` are called once, when nothing is pending
-    any more or the lease is over.
+    redis was asked for, ``asked_at`` the block at which the run ended when it was last asked, and
+    ``broke`` where and why the first of the promotions since then came to an end. ``seen`` says that
+    the policies were told of the request; ``absent`` how many blocks no tier had then, by cause.
+    ``hints`` are the last that were said of it. ``waiters`` are called once, when nothing is pending any
+    more or the lease is over.
     """
 
     id: int
@@ -46,7 +59,9 @@ class Lease:
     chain: Chain
     shards: tuple[Shard, ...]
     deadline: float
+    first_block: int = 0
     hints: Hints = NO_HINTS
+    counted: bool = True
     blocks: int = 0
     pending: int = 0
     cause: MissCause | None = None
@@ -55,10 +70,20 @@ class Lease:
     asked_at: int = 0
     broke: tuple[int, MissCause] | None = None
     seen: bool = False
-    counted: bool = True
     waiters: list[Callable[[], None]] = field(default_factory=list)
     segments: dict[Shard, list[Segment]] = field(default_factory=dict)
     held: list[tuple[TierName, SlotArray]] = field(default_factory=list)
+    absent: dict[MissCause, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The block of the chain at which the promised run ends."""
+        return self.first_block + self.blocks
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run is all that was asked for."""
+        return self.end == len(self.chain)
 
     @property
     def tokens(self) -> int:
@@ -79,10 +104,11 @@ class Lease:
         yield from self.held
 
     def hit_blocks(self, used: int) -> dict[TierName, int]:
-        """The first ``used`` blocks by the tier that they came from (of the first shard)."""
+        """The first ``used`` blocks of the run by the tier that they came from (of the first shard)."""
         hits: dict[TierName, int] = {}
+        stop = self.first_block + used
         for segment in self.segments.get(self.shards[0], ()):
-            count = min(segment.stop, used) - segment.start
+            count = min(segment.stop, stop) - segment.start
             if count > 0:
                 hits[segment.source] = hits.get(segment.source, 0) + count
         return hits
@@ -111,11 +137,11 @@ class LeaseTable:
         chain: Chain,
         shards: tuple[Shard, ...],
         deadline: float,
-        hints: Hints,
+        terms: Terms,
     ) -> Lease:
         """A new, empty lease for ``request`` = (owner, request id)."""
         owner, request_id = request
-        lease = Lease(self._next_id, owner, request_id, chain, shards, deadline, hints)
+        lease = Lease(self._next_id, owner, request_id, chain, shards, deadline, *terms)
         self._next_id += 1
         self._by_id[lease.id] = lease
         self._by_request[request] = lease

@@ -73,6 +73,7 @@ _MEMORY = _one_of((TierName.DEVICE, TierName.HOST))
 _MODEL = _first(MODELS_MAX, "names of models")
 _END = _one_of((*TierName, CALLER), f"{', '.join(TierName)}, or {CALLER} for the memory of whoever asks")
 _AGED = {"tier": _MEMORY}
+_SCALE = _one_of(("0.25", "0.5", "1", "2", "4"), "0.25, 0.5, 1, 2 or 4 times the present size of the pool")
 
 _TABLE = (
     Metric(
@@ -184,6 +185,13 @@ _TABLE = (
         {"tier": _MEMORY, "state": _one_of(POOL_STATES)},
     ),
     Metric(
+        "kvstore_resident_bytes",
+        Kind.GAUGE,
+        "Payload bytes of readable blocks, by the model that they belong to.",
+        Source.STORE,
+        {"tier": _MEMORY, "model": _MODEL},
+    ),
+    Metric(
         "kvstore_leased_bytes",
         Kind.GAUGE,
         "Bytes under a lease, which cannot be evicted.",
@@ -221,6 +229,34 @@ _TABLE = (
         Kind.GAUGE,
         "Bytes of payloads that wait for Redis to take them.",
         Source.STORE,
+    ),
+    Metric(
+        "kvstore_whatif_asked_tokens_total",
+        Kind.COUNTER,
+        "Tokens asked of ghosts of the pool: 1 - missed / asked is what a pool of another size would hit.",
+        Source.STORE,
+        {"scale": _SCALE},
+    ),
+    Metric(
+        "kvstore_whatif_missed_tokens_total",
+        Kind.COUNTER,
+        "Tokens of them that it would miss, tails included; estimated from a sample of the blocks.",
+        Source.STORE,
+        {"scale": _SCALE},
+    ),
+    Metric(
+        "kvstore_whatif_capacity_bytes",
+        Kind.GAUGE,
+        "Size of the pool that a ghost stands for.",
+        Source.STORE,
+        {"scale": _SCALE},
+    ),
+    Metric(
+        "kvstore_skipped_requests_total",
+        Kind.COUNTER,
+        "Requests that came faster than something beside the store could follow, and that it leaves out.",
+        Source.STORE,
+        {"by": _one_of(("whatif", "recording"))},
     ),
     Metric(
         "kvstore_listener_failures_total",

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from kvstore.block import HASH_BYTES, TierName
+from kvstore.block import HASH_BYTES, MissCause, TierName
 from kvstore.events import (
     BlocksDropped,
     BlocksRemoved,
@@ -39,6 +40,7 @@ from kvstore.events import (
 from kvstore.metric_table import CALLER, LIMITS_MAX, METRICS, MODELS_MAX, OTHER, POOL_STATES, RPCS_MAX, Kind
 from kvstore.pool import PoolUsage
 from kvstore.tiers.base import TierStatus
+from kvstore.whatif import Estimate
 
 __all__ = [
     "BlockAges",
@@ -47,9 +49,11 @@ __all__ = [
     "Readings",
     "ServiceMetrics",
     "StoreGauges",
+    "Totals",
     "render",
 ]
 
+_WAITING_MAX = 4096
 _NOTHING: Mapping[TierName, int] = MappingProxyType({})
 
 
@@ -59,8 +63,19 @@ def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     return encode(registry), content_type
 
 
+class Totals(NamedTuple):
+    """Tokens since the start, over all models."""
+
+    asked: int
+    hits: Mapping[TierName, int]
+    misses: Mapping[MissCause, int]
+
+
 class Metrics:
-    """A listener that counts. Two stores in one process take two registries."""
+    """A listener that counts. Two stores in one process take two registries.
+
+    Used on the owner's thread, and collected there: counting is a dictionary entry, without a lock.
+    """
 
     def __init__(
         self,
@@ -74,65 +89,80 @@ class Metrics:
         """
         self._model_of = model_of
         self._models = _Names(MODELS_MAX)
-        self._asked = _counter("kvstore_asked_tokens_total", registry)
-        self._hit = _counter("kvstore_hit_tokens_total", registry)
-        self._miss = _counter("kvstore_miss_tokens_total", registry)
-        self._tier_asked = _counter("kvstore_tier_asked_tokens_total", registry)
-        self._probed = _counter("kvstore_probe_tokens_total", registry)
-        self._stored = _counter("kvstore_stored_blocks_total", registry)
-        self._evicted = _counter("kvstore_evicted_blocks_total", registry)
-        self._dropped = _counter("kvstore_dropped_blocks_total", registry)
-        self._moved = _counter("kvstore_transfer_bytes_total", registry)
+        self._asked = _Values("kvstore_asked_tokens_total", registry)
+        self._hit = _Values("kvstore_hit_tokens_total", registry)
+        self._miss = _Values("kvstore_miss_tokens_total", registry)
+        self._tier_asked = _Values("kvstore_tier_asked_tokens_total", registry)
+        self._probed = _Values("kvstore_probe_tokens_total", registry)
+        self._stored = _Values("kvstore_stored_blocks_total", registry)
+        self._evicted = _Values("kvstore_evicted_blocks_total", registry)
+        self._dropped = _Values("kvstore_dropped_blocks_total", registry)
+        self._moved = _Values("kvstore_transfer_bytes_total", registry)
         self._seconds = _histogram("kvstore_transfer_seconds", registry)
         self._lifetime = BlockAges("kvstore_block_lifetime_seconds", registry)
         self._idle = BlockAges("kvstore_block_idle_before_evict_seconds", registry)
         self._gap = BlockAges("kvstore_block_reuse_gap_seconds", registry)
-        self._unread = _gauge("kvstore_unread_bytes", registry)
+        self._unread = _Values("kvstore_unread_bytes", registry)
         for tier, size in unread_bytes.items():
-            self._unread.labels(tier).set(size)
+            self._unread.add((tier,), size)
 
     def __call__(self, event: Event) -> None:
         match event:
             case RequestSettled():
                 self._settle(event)
+            case BlocksReused():
+                self._gap.observe(event.tier, event.gaps)
+                if event.first_reads:
+                    self._unread.add((event.tier,), -event.first_reads * event.payload_bytes)
             case TokensProbed():
-                self._probed.inc(event.tokens)
+                self._probed.add((), event.tokens)
             case BlocksStored():
                 self._store(event)
             case BlocksRemoved():
                 self._remove(event)
-            case BlocksReused():
-                self._gap.observe(event.tier, event.gaps)
-                self._unread.labels(event.tier).dec(event.first_reads * event.payload_bytes)
             case BlocksDropped():
-                self._dropped.labels(event.tier, event.cause).inc(event.blocks)
+                self._dropped.add((event.tier, event.cause), event.blocks)
             case BytesMoved():
                 path = (event.source or CALLER, event.target or CALLER)
-                self._moved.labels(*path).inc(event.payload_bytes)
+                self._moved.add(path, event.payload_bytes)
                 self._seconds.labels(*path).observe(event.seconds)
+
+    def totals(self) -> Totals:
+        """The counters of tokens, added up over models."""
+        hits: dict[TierName, int] = {}
+        misses: dict[MissCause, int] = {}
+        for (_, tier), tokens in self._hit.values.items():
+            hits[TierName(tier)] = hits.get(TierName(tier), 0) + tokens
+        for (_, cause), tokens in self._miss.values.items():
+            misses[MissCause(cause)] = misses.get(MissCause(cause), 0) + tokens
+        return Totals(sum(self._asked.values.values()), hits, misses)
+
+    def unread_bytes(self, tier: TierName) -> int:
+        """Bytes in a memory tier that were stored and never read."""
+        return self._unread.values.get((tier,), 0)
 
     def _settle(self, event: RequestSettled) -> None:
         model = self._models.label(self._model_of(event.namespace))
-        self._asked.labels(model).inc(event.asked_tokens)
+        self._asked.add((model,), event.asked_tokens)
         for tier, tokens in event.hit_tokens.items():
-            self._hit.labels(model, tier).inc(tokens)
+            self._hit.add((model, tier), tokens)
         for cause, tokens in event.miss_tokens.items():
-            self._miss.labels(model, cause).inc(tokens)
+            self._miss.add((model, cause), tokens)
         for tier, tokens in event.tier_asked.items():
-            self._tier_asked.labels(tier).inc(tokens)
+            self._tier_asked.add((tier,), tokens)
 
     def _store(self, event: BlocksStored) -> None:
         blocks = len(event.hashes) // HASH_BYTES
-        self._stored.labels(event.tier).inc(blocks)
+        self._stored.add((event.tier,), blocks)
         if event.tier is not TierName.REDIS:  # which does not say what it forgets
-            self._unread.labels(event.tier).inc(blocks * event.payload_bytes)
+            self._unread.add((event.tier,), blocks * event.payload_bytes)
 
     def _remove(self, event: BlocksRemoved) -> None:
-        self._evicted.labels(event.tier, event.cause).inc(len(event.hashes) // HASH_BYTES)
+        self._evicted.add((event.tier, event.cause), len(event.hashes) // HASH_BYTES)
         self._lifetime.observe(event.tier, event.lifetimes)
         self._idle.observe(event.tier, event.idle)
         if event.tier is not TierName.REDIS:
-            self._unread.labels(event.tier).dec(event.unread_blocks * event.payload_bytes)
+            self._unread.add((event.tier,), -event.unread_blocks * event.payload_bytes)
 
 
 class ServiceMetrics:
@@ -171,6 +201,11 @@ class Readings:
     listener_failures: Callable[[], int]
     background_failures: Callable[[], Mapping[str, int]]
     """How often each background task of the owner died."""
+    resident_bytes: Callable[[], Mapping[tuple[str, str], int]]
+    """Payload bytes in memory, by tier and model."""
+    what_if: Callable[[], Iterable[Estimate]]
+    skipped_requests: Callable[[], Mapping[str, int]]
+    """By what left them out."""
 
 
 class StoreGauges(Collector):
@@ -178,6 +213,7 @@ class StoreGauges(Collector):
 
     def __init__(self, readings: Readings) -> None:
         self._readings = readings
+        self._models = _Names(MODELS_MAX)
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
         readings = self._readings
@@ -204,25 +240,87 @@ class StoreGauges(Collector):
             "kvstore_background_failures_total",
             {(task,): count for task, count in readings.background_failures().items()},
         )
+        yield _family("kvstore_resident_bytes", self._resident())
+        yield _family(
+            "kvstore_skipped_requests_total",
+            {(who,): count for who, count in readings.skipped_requests().items()},
+        )
+        yield from _what_if(list(readings.what_if()))
+
+    def _resident(self) -> dict[tuple[str, ...], int]:
+        sizes: dict[tuple[str, ...], int] = {}
+        for (tier, model), size in self._readings.resident_bytes().items():
+            labels = tier, self._models.label(model)
+            sizes[labels] = sizes.get(labels, 0) + size
+        return sizes
+
+
+def _what_if(estimates: list[Estimate]) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+    for name, field in (
+        ("kvstore_whatif_asked_tokens_total", "asked_tokens"),
+        ("kvstore_whatif_missed_tokens_total", "missed_tokens"),
+        ("kvstore_whatif_capacity_bytes", "capacity_bytes"),
+    ):
+        yield _family(name, {(f"{each.scale:g}",): getattr(each, field) for each in estimates})
+
+
+class _Values(Collector):
+    """Counts or levels of one family by label values."""
+
+    def __init__(self, name: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        # In a list each, so that adding looks a key up once: an enum's hash is computed in Python.
+        self._cells: dict[tuple[str, ...], list[int]] = {} if METRICS[name].labels else {(): [0]}
+        registry.register(self)
+
+    @property
+    def values(self) -> dict[tuple[str, ...], int]:
+        return {labels: cell[0] for labels, cell in self._cells.items()}
+
+    def add(self, labels: tuple[str, ...], amount: int) -> None:
+        cell = self._cells.get(labels)
+        if cell is None:
+            self._cells[labels] = [amount]
+        else:
+            cell[0] += amount
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+        yield _family(self._name, self.values)
 
 
 class BlockAges(Collector):
-    """A histogram that takes the seconds of many blocks at once: a prompt may hit thousands."""
+    """A histogram that takes the seconds of many blocks at once: a prompt may hit thousands.
+
+    They are sorted into buckets when some thousands have come, or somebody looks.
+    """
 
     def __init__(self, name: str, registry: CollectorRegistry) -> None:
         self._metric = METRICS[name]
+        self._waiting: dict[TierName, list[Seconds]] = {}
+        self._waits = 0
         self._counts: dict[TierName, NDArray[np.int64]] = {}
         self._sums: dict[TierName, float] = {}
         registry.register(self)
 
     def observe(self, tier: TierName, seconds: Seconds) -> None:
         if len(seconds):
+            self._waiting.setdefault(tier, []).append(seconds)
+            self._waits += len(seconds)
+            if self._waits >= _WAITING_MAX:
+                self._sort()
+
+    def _sort(self) -> None:
+        for tier, parts in self._waiting.items():
+            seconds = np.concatenate(parts)
             buckets = np.searchsorted(self._metric.buckets, seconds)
             counts = np.bincount(buckets, minlength=len(self._metric.buckets) + 1)
             self._counts[tier] = self._counts.get(tier, 0) + counts
             self._sums[tier] = self._sums.get(tier, 0.0) + float(seconds.sum())
+        self._waiting.clear()
+        self._waits = 0
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
+        self._sort()
         metric = self._metric
         family = HistogramMetricFamily(metric.name, metric.help, labels=[*metric.labels])
         bounds = [*map(floatToGoString, (*metric.buckets, math.inf))]

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import BlockRows, MissCause, Residency, Shard, SlotArray
+from kvstore.block import HASH_BYTES, BlockRows, MissCause, Residency, Shard, SlotArray
 from kvstore.events import RemovalCause
-from kvstore.evict.base import Evictor, Occupancy, Touch
+from kvstore.evict.base import Evictor, Occupancy, TakesHints, Touch
 from kvstore.evict.order import runs_by_use
 from kvstore.extents import Extent, ExtentMap, Found, Memory, SlotClass
 from kvstore.index import NO_PARENT, Space, claim, distinct_head, link, split_hashes, unstage
@@ -24,7 +25,7 @@ from kvstore.removal import Removals, Removed
 from kvstore.room import Room
 from kvstore.shares import NO_GROUP, Shares
 from kvstore.spaces import Spaces
-from kvstore.stamps import Reuse, history, mark_stored, mark_used
+from kvstore.stamps import Reuse, history, mark_idle_over, mark_stored, mark_used
 from kvstore.table import SlotState
 
 _NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
@@ -202,11 +203,18 @@ class BlockPool:
             slots, rows = slots[kept], rows.pick(kept)
             checksums = None if checksums is None else [checksums[block] for block in kept.tolist()]
         if len(slots):
-            parent = self._parent_of(space, rows)
             mark_stored(self.extents, slots, time)
             self._publish(space, slots, rows, checksums)
-            self._shares.evictor(space).add(slots, rows.hashes, parent, time)
+            self._tell_of_new(space, slots, rows.hashes, time)
         return fresh
+
+    def _tell_of_new(self, space: Space, slots: SlotArray, hashes: bytes, time: float) -> None:
+        """Tell the policy of each run of neighbours: what was there already parts them."""
+        evictor, parents = self._shares.evictor(space), self.occupancy.parent
+        parted = np.flatnonzero(parents[slots[1:]] != slots[:-1]) + 1
+        for start, stop in pairwise((0, *parted.tolist(), len(slots))):
+            run = hashes[start * HASH_BYTES : stop * HASH_BYTES]
+            evictor.add(slots[start:stop], run, int(parents[slots[start]]), time)
 
     def abort(self, slots: SlotArray, rows: BlockRows | None = None) -> None:
         """Give staged slots back, with the rows they were staged under; nothing was ever visible."""
@@ -226,11 +234,19 @@ class BlockPool:
 
     def touch(self, space: Space, touch: Touch) -> Reuse:
         """A request was made: recency and reads for the policy, for measures and for a restart."""
-        reuse = mark_used(self.extents, touch.slots, touch.hit_blocks, touch.time)
+        brought = touch.brought_blocks
+        mark_idle_over(self.extents, touch.slots[:brought], touch.time)
+        reuse = mark_used(self.extents, touch.slots[brought:], touch.hit_blocks - brought, touch.time)
         for extent, _, _ in self.extents.groups(touch.slots):
             extent.last_used = None
         self._shares.evictor(space).touch(touch)
         return reuse
+
+    def hint(self, space: Space, touch: Touch) -> None:
+        """A request says something else of its future than when it was made, or a write does."""
+        evictor = self._shares.evictor(space)
+        if isinstance(evictor, TakesHints):
+            evictor.hint(touch)
 
     def pin(self, slots: SlotArray, until: float) -> None:
         """One more lease on each; a pinned slot is neither evicted nor reclaimed."""
@@ -258,6 +274,15 @@ class BlockPool:
         each in the policy's order.
         """
         return self._room.evict(slot_class, count, group)
+
+    def vacate(self, slot_class: SlotClass, count: int) -> list[tuple[Space, SlotArray]]:
+        """Evict up to ``count`` blocks of a class and keep their slots STAGED, with their rows and bytes.
+
+        They are the caller's to ``abort`` once it has a copy; until then ``rows_of`` tells what they hold.
+        """
+        told = len(self.removed)
+        self._room.vacate(slot_class, count)
+        return [(gone.space, gone.slots) for gone in self.removed[told:]]
 
     def discard(self, slots: SlotArray, cause: RemovalCause) -> int:
         """Free those READY slots that no lease holds; children that stay become orphans."""

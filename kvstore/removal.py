@@ -18,12 +18,14 @@ from kvstore.table import SlotState
 
 
 class Removed(NamedTuple):
-    """Blocks that left the pool, for the owner's events."""
+    """Blocks that left the pool, for the owner's events; ``whole`` as long as the owner keeps their slots."""
 
     space: Space
+    slots: SlotArray
     hashes: bytes
     cause: RemovalCause
     history: History
+    whole: bool
 
 
 class Removals:
@@ -47,8 +49,11 @@ class Removals:
             await_parent(space, self._spaces.rows_of(part), part)
             self._shares.evictor(space).orphan(part)
 
-    def leaves(self, slots: SlotArray, cause: RemovalCause) -> None:
-        """Remove blocks from which nothing hangs but each other, and which their policy has given up."""
+    def leaves(self, slots: SlotArray, cause: RemovalCause, *, keep_bytes: bool = False) -> None:
+        """Remove blocks from which nothing hangs but each other, and which their policy has given up.
+
+        Their slots are FREE then, or STAGED with their bytes and rows as they were.
+        """
         # First of all, so that a reader who sees the generation again has seen the block whole.
         for extent, _, rows in self._extents.groups(slots):
             extent.table.generation[rows] += np.uint64(1)
@@ -57,5 +62,8 @@ class Removals:
             unlink(space, self._ledger.occupancy, identities, part)
             space.lost = True
             self._shares.count(space, -len(part))
-            self.removed.append(Removed(space, identities.hashes, cause, history(self._extents, part)))
-        self._ledger.move(slots, SlotState.READY, SlotState.FREE)
+            past = history(self._extents, part)
+            self.removed.append(Removed(space, part, identities.hashes, cause, past, keep_bytes))
+        for extent, _, rows in self._extents.groups(slots):
+            extent.table.writer[rows] = 0  # whoever filled them has done so; a restart may free them
+        self._ledger.move(slots, SlotState.READY, SlotState.STAGED if keep_bytes else SlotState.FREE)

@@ -10,15 +10,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvstore.assemble import open_host, open_redis, store_options
+from kvstore.assemble import open_host, open_redis, policy_of, store_options
 from kvstore.config import Config
 from kvstore.failpoints import Failpoint, no_failpoint
-from kvstore.monitor import Monitor
+from kvstore.monitor import Beside, Monitor
+from kvstore.pool import BlockPool
+from kvstore.record import Recorder
 from kvstore.service.admin import AdminService
 from kvstore.service.adopted import register_adopted
 from kvstore.service.blocks import BlockService
 from kvstore.service.clients import ClientLimits, Clients
-from kvstore.service.events import EventLog, Totals
+from kvstore.service.events import EventLog
 from kvstore.service.gate import Gate
 from kvstore.service.lookup import LookupService
 from kvstore.service.namespaces import Namespaces
@@ -32,7 +34,8 @@ from kvstore.store import TieredStore, Tiers
 from kvstore.store.inventory import unread_bytes
 from kvstore.tiers.base import Tier
 from kvstore.version import installed_version
-from kvstore.web.pages import State
+from kvstore.web.readiness import State
+from kvstore.whatif import WhatIf
 
 _DRAIN_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 0.1
@@ -132,11 +135,15 @@ class Sidecar:
         self._http = self._monitor.bind(config.http_listen, clock)
         opened.callback(self._monitor.close)
         _warn_of_open_ports(config)
+        self._recorder = _recorder(config, clocks)
+        if self._recorder is not None:
+            opened.callback(self._recorder.close)
         self._host = open_host(config, clock, failpoint)
         opened.callback(self._host.close)
         redis = open_redis(config, clock)
         opened.callback(redis.close)
         self._parts = self._wire(redis, namespaces, tenants, clock, failpoint)
+        opened.callback(self._what_if.close)
         opened.callback(self._store.close)
 
     def _wire(
@@ -148,13 +155,15 @@ class Sidecar:
         failpoint: Failpoint,
     ) -> ServiceParts:
         config, host, wake = self._config, self._host, Wake()
-        self._log, self._totals = EventLog(), Totals()
-        metrics = self._monitor.listener({host.name: unread_bytes(host.pool)})
+        self._log = EventLog()
+        self._metrics = self._monitor.listener({host.name: unread_bytes(host.pool)})
+        self._what_if = WhatIf(policy_of(config), host.pool.limit_bytes, partial(_block_bytes, host.pool))
+        beside = Beside(self._what_if, self._recorder)
         self._store = TieredStore(
             Tiers(host, redis=redis),
             clock=clock,
             options=store_options(config, readers_verify=True),
-            listeners=(metrics, self._log, self._totals),
+            listeners=(self._metrics, self._log, *beside.listeners),
             wake=wake,
             failpoint=failpoint,
         )
@@ -163,7 +172,7 @@ class Sidecar:
         clients = Clients(self._store, host.file.epoch, limits, clock, quotas.stageable)
         sweep = partial(clients.sweep, host.client_alive)
         self._owner = Owner(self._store, wake, sweep, clock, self._tell)
-        self._monitor.attach(self._store, redis, self._owner)
+        self._monitor.attach(self._store, redis, self._owner, beside)
         if host.file.inherited is not None:
             register_adopted(self._store, host.file.inherited.names, namespaces, quotas, tenants)
         return ServiceParts(self._gate, self._store, self._owner, namespaces, clients, quotas, failpoint)
@@ -174,7 +183,7 @@ class Sidecar:
         # Clients are served from the first extent on; the others follow while they are.
         host.pool.extents.reserve_next()
         self._owner.start()
-        admin = AdminService(parts, self._log, self._totals, self._version)
+        admin = AdminService(parts, self._log, self._metrics, self._what_if, self._version)
         await self._server.start(LookupService(parts), BlockService(parts), admin)
         self._monitor.state = self._state
         return Serving(
@@ -229,6 +238,22 @@ class Sidecar:
     @property
     def _is_needed(self) -> bool:
         return bool(self._store.leases or self._store.writes or self._gate.running)
+
+
+def _recorder(config: Config, clocks: Clocks) -> Recorder | None:
+    if config.record_path is None:
+        return None
+    recorder = Recorder(
+        config.record_path, config.record_max_bytes, clock=clocks.monotonic, wall_clock=clocks.wall
+    )
+    _log.info("requests are recorded in %s", recorder.path)
+    return recorder
+
+
+def _block_bytes(pool: BlockPool, namespace: bytes) -> int:
+    """What a block takes of a pool on all ranks, its share of the unusable rest of extents included."""
+    own = [space.slot_class for space in pool.spaces() if space.namespace == namespace]
+    return sum(pool.limit_bytes // max(1, pool.extents.most_slots(slot_class)) for slot_class in own)
 
 
 def _warn_of_open_ports(config: Config) -> None:

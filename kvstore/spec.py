@@ -11,7 +11,7 @@ from kvstore.errors import NamespaceError
 SLOT_ALIGNMENT = 64
 """Slots start on a cache line, so that copies and checksums run at full width."""
 
-_DTYPE_BYTES = {
+DTYPE_BYTES = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
@@ -67,11 +67,11 @@ class NamespaceSpec:
                 f"{shape.kv_heads} KV heads of {self.namespace.model} do not divide over tp size "
                 f"{shard.tp_size}; use one that divides them or is a multiple, or pass payload_bytes"
             )
-        element = _DTYPE_BYTES.get(self.namespace.kv_dtype)
+        element = DTYPE_BYTES.get(self.namespace.kv_dtype)
         if element is None:
             raise NamespaceError(
                 f"KV dtype {self.namespace.kv_dtype!r} has no known size; expected one of "
-                f"{', '.join(sorted(_DTYPE_BYTES))}, or pass payload_bytes"
+                f"{', '.join(sorted(DTYPE_BYTES))}, or pass payload_bytes"
             )
         heads = max(1, shape.kv_heads // shard.tp_size)
         layers = len(range(shard.pp_rank, shape.layers, shard.pp_size))

@@ -43,6 +43,12 @@ def mark_used(extents: ExtentMap, slots: SlotArray, hit_blocks: int, time: float
     return Reuse(time - before.used_at[:hit_blocks], int(np.count_nonzero(before.reads == 0)))
 
 
+def mark_idle_over(extents: ExtentMap, slots: SlotArray, time: float) -> None:
+    """A request relies on ``slots`` and does not read them."""
+    for extent, _, rows in extents.groups(slots):
+        extent.table.used_at[rows] = time
+
+
 def history(extents: ExtentMap, slots: SlotArray) -> History:
     """Copies of the columns of some slots, in their order."""
     found = History(np.zeros(len(slots)), np.zeros(len(slots)), np.zeros(len(slots), np.uint32))

@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("hashing", "kvstore", "prefill")
 PROJECT_FILES = ("pyproject.toml", "README.md", "LICENSE")
-SHIPPED_SUFFIXES = {".py", ".pyi", ".typed", ".txt", ".json"}
+SHIPPED_SUFFIXES = {".py", ".pyi", ".typed", ".txt", ".json", ".cu", ".css", ".html", ".js", ".svg"}
 
 
 @pytest.fixture(name="installed", scope="module")
@@ -44,5 +44,10 @@ def test_the_wheel_has_the_packages_and_nothing_else(installed: set[Path]) -> No
 
 
 def test_the_wheel_has_what_is_not_python(installed: set[Path]) -> None:
-    wanted = ("kvstore/py.typed", "kvstore/v1/types_pb2.pyi", "prefill/demo/questions.json")
+    wanted = (
+        "kvstore/py.typed",
+        "kvstore/web/page/status.html",
+        "kvstore/v1/types_pb2.pyi",
+        "prefill/demo/questions.json",
+    )
     assert {Path(name) for name in wanted} <= installed

@@ -1,8 +1,10 @@
-"""``namespaces``, ``clear``, ``pin``, ``unpin`` and ``prefetch``."""
+"""``namespaces``, ``clear``, ``pin``, ``unpin``, ``quota`` and ``prefetch``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kvstore.block import TierName
@@ -17,6 +19,7 @@ from kvstore.commands.output import (
     format_share,
 )
 from kvstore.errors import ConfigError
+from kvstore.quantity import parse_bytes
 from kvstore.service.operator import Operator, PromptQuery
 from kvstore.service.reports import NamespaceReport
 
@@ -72,6 +75,34 @@ def unpin(operator: Operator, name: str) -> tuple[bool, Answer]:
     return found, Answer({"name": name, "found": found}, [text])
 
 
+def list_quotas(operator: Operator) -> Answer:
+    """What each tenant is guaranteed and has."""
+    tenants = operator.status().tenants
+    facts = {"tenants": [asdict(tenant) for tenant in tenants]}
+    if not tenants:
+        return Answer(facts, ["the server has no tenants; tenants_file names them"])
+    rows = [(each.name, format_bytes(each.share_bytes), format_bytes(each.ready_bytes)) for each in tenants]
+    return Answer(facts, [Grid(("tenant", "guaranteed", "has"), rows)])
+
+
+def set_quota(operator: Operator, tenant: str, share: str) -> Answer:
+    """Guarantee a tenant a share of the pool, until the server ends."""
+    share_bytes = _parse_share(share)
+    operator.set_quota(tenant, share_bytes)
+    text = f"{tenant} is guaranteed {format_bytes(share_bytes)} until the server ends; tenants_file keeps it"
+    return Answer({"tenant": tenant, "share_bytes": share_bytes}, [text])
+
+
+def is_agreed(what: str) -> bool:
+    """Whether the person at the terminal wants ``what`` cleared; ConfigError where there is none."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"clearing {what} needs --yes where nobody can be asked; add it")
+    # Not typer.confirm: it leaves a space on stdout, where --json promises one object and nothing else.
+    sys.stderr.write(f"Forget all blocks of {what} in memory that nobody holds? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in {"y", "yes"}
+
+
 def prefetch(operator: Operator, prompt: PromptQuery, wait_seconds: float) -> Answer:
     done = operator.prefetch(prompt, wait_seconds=wait_seconds)
     text = (
@@ -87,6 +118,15 @@ def prefetch(operator: Operator, prompt: PromptQuery, wait_seconds: float) -> An
         "pending": done.pending,
     }
     return Answer(facts, parts)
+
+
+def _parse_share(text: str) -> int:
+    if text == "0":
+        return 0
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"SIZE is {text!r}, {error}; 0 takes the guarantee back") from error
 
 
 def _row(report: NamespaceReport) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kvstore.block import MissCause, Shard, TierName
+from kvstore.block import Shard, TierName
+from kvstore.commands.causes import BEING_WRITTEN, words_of
 from kvstore.commands.output import (
     Answer,
     Grid,
@@ -22,21 +23,6 @@ from kvstore.errors import ConfigError
 from kvstore.service.client.messages import LookupResult
 from kvstore.service.operator import Operator, PromptQuery
 from kvstore.service.reports import BlockReport, Explanation
-
-_REASONS = {
-    MissCause.COLD: "nobody stored these tokens after this prefix in this namespace",
-    MissCause.EVICTED: "it was here, and its memory was needed for others",
-    MissCause.EXPIRED: "it was in Redis, and nobody used it before its time to live was over",
-    MissCause.TAIL: "the prompt ends inside it, or the last token has to be computed",
-    MissCause.COLLISION: "another block has its hash",
-    MissCause.CORRUPT: "its bytes were damaged",
-    MissCause.STALE: "it was replaced while it was being looked at",
-    MissCause.VERSION: "another version of this software wrote it",
-    MissCause.TIMEOUT: "Redis did not answer in time",
-    MissCause.UNAVAILABLE: "Redis cannot be asked at present",
-    MissCause.QUOTA: "there was no room within the tenant's share",
-    MissCause.UNKNOWN: "nobody remembers: it was cleared, or lost with its server, or long ago",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +49,8 @@ class Run:
         """The cause in words; empty where a tier has the blocks."""
         if not self.cause:
             return ""
-        known = self.cause in set(MissCause)
-        return f"{self.cause}: {_REASONS[MissCause(self.cause)]}" if known else self.cause
+        words = words_of(self.cause)
+        return f"{self.cause}: {words.why}" if words else self.cause
 
 
 def parse_tiers(names: Sequence[str] | None, among: Sequence[TierName] = tuple(TierName)) -> list[TierName]:
@@ -170,6 +156,7 @@ def _explain_facts(prompt: PromptQuery, explanation: Explanation, runs: Sequence
         "block_size": explanation.block_size,
         "leading_blocks": leading_blocks(runs),
         "tail_tokens": explanation.tail_tokens,
+        "advice": advice(runs),
         "runs": [
             {
                 "first": run.first,
@@ -206,6 +193,17 @@ def leading_blocks(runs: Sequence[Run]) -> int:
     return count
 
 
+def advice(runs: Sequence[Run]) -> dict[str, str]:
+    """What to do about the blocks that no tier has, by cause."""
+    told = {}
+    for run in runs:
+        if run.being_written and not run.tiers:
+            told["being written"] = BEING_WRITTEN.remedy
+        elif words := words_of(run.cause):
+            told[run.cause] = words.remedy
+    return told
+
+
 def _explain_parts(prompt: PromptQuery, explanation: Explanation, runs: Sequence[Run]) -> list[Part]:
     blocks, size = len(explanation.blocks), explanation.block_size
     rows = [
@@ -230,6 +228,7 @@ def _explain_parts(prompt: PromptQuery, explanation: Explanation, runs: Sequence
     lines.append(
         f"usable: {counted(usable, 'token')} ({format_share(usable, prompt.tokens)}), the leading run"
     )
+    lines += [f"what to do, {cause}: {remedy}" for cause, remedy in advice(runs).items()]
     return lines
 
 

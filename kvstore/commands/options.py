@@ -26,8 +26,20 @@ MemoryTiers = Annotated[
     list[str] | None,
     typer.Option("--tier", metavar="TIER", help="device or host; may be given again; default: both"),
 ]
+Rank = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TP.TP_SIZE.PP.PP_SIZE", help="Rank to look at, such as 0.2.0.1; default: the first one"
+    ),
+]
+Since = Annotated[
+    str | None,
+    typer.Option(metavar="EPOCH:SEQUENCE", help="Go on from an event that was printed; default: now"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else, on stdout")]
 
+_ALSO = {"record_path": ("--record",)}
+"""Shorter names that settings have as options, too."""
 _SETTINGS = tuple(name for name in Config.model_fields if name not in PREFILL_ONLY)
 
 
@@ -54,6 +66,7 @@ def _option(name: str, annotation: object) -> Parameter:
 
 def _setting(name: str, default: str) -> Parameter:
     described = typer.Option(
+        *_ALSO.get(name, ()),
         f"--{name.replace('_', '-')}",
         help=Config.model_fields[name].description,
         show_default=default,

@@ -22,7 +22,8 @@ def log_settings(loaded: LoadedConfig) -> None:
     """Each setting with its source, secrets masked; defaults only where everything is logged."""
     for row in loaded.describe():
         level = logging.DEBUG if row.source is Source.DEFAULT else logging.INFO
-        _log.log(level, "%s = %s (%s)", row.field, row.value, row.source)
+        # A template for each, since repeats of one are limited.
+        _log.log(level, f"{row.field} = %s (%s)", row.value, row.source)
 
 
 @contextmanager
@@ -47,6 +48,6 @@ def announce(serving: Serving, *, as_json: bool) -> None:
     lines = [f"serving on {address}" for address in serving.addresses]
     lines.append(f"pool: {serving.pool_path}, {format_bytes(serving.pool_bytes)}; {serving.pool}")
     if serving.http is not None:
-        lines.append(f"metrics and health: {serving.http}")
+        lines.append(f"live page, metrics and health: {serving.http}")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.live import Live
 
@@ -27,11 +27,12 @@ from kvstore.commands.output import (
 )
 from kvstore.service.client.options import CallError, Outcome
 from kvstore.service.operator import Operator
-from kvstore.service.reports import ServerStatus, TierReport
+from kvstore.service.reports import NamespaceReport, ServerStatus, TierReport
 
 _POOL_STATES = {
     "ready": "ready_bytes",
     "of it leased": "leased_bytes",
+    "of it never read": "unread_bytes",
     "staged": "staged_bytes",
     "quarantined": "quarantined_bytes",
     "free": "free_bytes",
@@ -40,9 +41,26 @@ _POOL_STATES = {
 }
 
 
-def answer_of(status: ServerStatus, before: ServerStatus | None = None) -> Answer:
-    """``status`` and, where there is one ``before``, the hit rate since then."""
-    return Answer(_facts(status), [*_head(status), *_tables(status), *_recent(status, before)])
+_BUSIEST_MAX = 5
+
+
+class Seen(NamedTuple):
+    """How a server is, and what it holds."""
+
+    status: ServerStatus
+    namespaces: Sequence[NamespaceReport]
+
+    @classmethod
+    def of(cls, operator: Operator) -> Seen:
+        """Ask a server."""
+        return cls(operator.status(), operator.namespaces())
+
+
+def answer_of(seen: Seen, before: ServerStatus | None = None) -> Answer:
+    """What was ``seen`` and, where there is a status ``before``, the hit rate since then."""
+    status, busiest = seen.status, _busiest(seen.namespaces)
+    parts = [*_head(status), *_tables(status), *_namespaces(busiest), *_what_if(status)]
+    return Answer(_facts(status, busiest), [*parts, *_recent(status, before)])
 
 
 def is_healthy(status: ServerStatus) -> bool:
@@ -60,14 +78,14 @@ def watch_status(
     with _screen(as_json=as_json) as show_next:
         while True:
             try:
-                status = operator.status()
+                seen = Seen.of(operator)
             except CallError as error:
                 if error.outcome is not Outcome.UNREACHABLE:
                     raise
                 show_next(Answer({"error": str(error)}, [str(error)]))
             else:
-                show_next(answer_of(status, before))
-                before = status
+                show_next(answer_of(seen, before))
+                before = seen.status
             sleep(seconds)
 
 
@@ -82,10 +100,26 @@ def _screen(*, as_json: bool) -> Iterator[Callable[[Answer], None]]:
         yield lambda answer: live.update(render(answer.parts, console), refresh=True)
 
 
-def _facts(status: ServerStatus) -> dict[str, Any]:
+def _busiest(namespaces: Sequence[NamespaceReport]) -> list[NamespaceReport]:
+    """Those with most bytes in memory, of those that have any."""
+    resident = [report for report in namespaces if report.payload_bytes]
+    return sorted(resident, key=lambda report: report.payload_bytes, reverse=True)[:_BUSIEST_MAX]
+
+
+def _facts(status: ServerStatus, busiest: Sequence[NamespaceReport]) -> dict[str, Any]:
     return {
         **asdict(status),
         "healthy": is_healthy(status),
+        "busiest_namespaces": [
+            {
+                "namespace": report.root.hex(),
+                "tenant": report.tenant,
+                "model": report.spec.namespace.model,
+                "blocks": {tier.value: count for tier, count in report.blocks.items()},
+                "payload_bytes": report.payload_bytes,
+            }
+            for report in busiest
+        ],
     }
 
 
@@ -121,6 +155,32 @@ def _tables(status: ServerStatus) -> list[Part]:
         ]
         parts.append(Grid(("pin", "tenant", "tokens", "bytes"), pins))
     return parts
+
+
+def _namespaces(busiest: Sequence[NamespaceReport]) -> list[Part]:
+    rows = [
+        (
+            report.spec.namespace.model,
+            report.tenant,
+            format_count(sum(report.blocks.values())),
+            format_bytes(report.payload_bytes),
+        )
+        for report in busiest
+    ]
+    return [Grid(("busiest namespaces", "tenant", "blocks", "bytes"), rows)] if rows else []
+
+
+def _what_if(status: ServerStatus) -> list[Part]:
+    """What memory alone would hit at other sizes, estimated; the present size is there to compare with."""
+    rows = [
+        (
+            f"{each.scale:g} times as large",
+            format_bytes(each.capacity_bytes),
+            format_share(each.hit_tokens, each.asked_tokens),
+        )
+        for each in status.what_if
+    ]
+    return [Grid(("what if the pool were", "bytes", "hit"), rows)] if rows else []
 
 
 def _state(tier: TierReport) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from kvstore.block import TierName
 from kvstore.errors import LeaseError
+from kvstore.metrics import Metrics
 from kvstore.pool import PoolUsage
 from kvstore.service.codec import TIERS, require_text, spec_message, tiers_of
 from kvstore.service.errors import DrainingError, InvalidRequestError, NotPossibleError, UnknownNamespaceError
-from kvstore.service.events import Batch, Change, EventLog, Totals
+from kvstore.service.events import Batch, Change, EventLog
 from kvstore.service.gate import Caller, Context, require_admin
 from kvstore.service.lookup import hashed
 from kvstore.service.namespaces import shards_of
 from kvstore.service.parts import ServiceParts
 from kvstore.store.pins import PinnedRun
 from kvstore.v1 import admin_pb2, admin_pb2_grpc, block_pb2, types_pb2
+from kvstore.whatif import Estimate, WhatIf
 
 _EVENTS_MESSAGE_BYTES = 1 << 20
 _RECHECK_SECONDS = 5.0
@@ -25,12 +28,16 @@ _RECHECK_SECONDS = 5.0
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     """For admins only; what names a prompt is about the admin's own tenant."""
 
-    def __init__(self, parts: ServiceParts, log: EventLog, totals: Totals, version: str) -> None:
+    def __init__(
+        self, parts: ServiceParts, log: EventLog, metrics: Metrics, what_if: WhatIf, version: str
+    ) -> None:
+        """``metrics`` and ``what_if`` are those of /metrics, so that a status says the same."""
         self._parts = parts
         self._gate = parts.gate
         self._store = parts.store
         self._log = log
-        self._totals = totals
+        self._metrics = metrics
+        self._what_if = what_if
         self._version = version
         self._began = parts.owner.now()
 
@@ -46,19 +53,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListNamespacesResponse:
         async with self._gate.call("ListNamespaces", context, request) as caller:
             require_admin(caller)
-            reports = []
-            for known in self._parts.namespaces.all():
-                found = self._store.resident(known.root.digest)
-                tiers = [block_pb2.TierBlocks(tier=TIERS[tier], blocks=n) for tier, (n, _) in found.items()]
-                reports.append(
-                    admin_pb2.NamespaceReport(
-                        namespace=known.root.digest,
-                        spec=spec_message(known.spec),
-                        tenant=known.tenant,
-                        tiers=tiers,
-                        payload_bytes=sum(size for _, size in found.values()),
-                    )
+            blocks, sizes = self._resident()
+            reports = [
+                admin_pb2.NamespaceReport(
+                    namespace=known.root.digest,
+                    spec=spec_message(known.spec),
+                    tenant=known.tenant,
+                    tiers=[
+                        block_pb2.TierBlocks(
+                            tier=TIERS[tier.name], blocks=blocks[tier.name, known.root.digest]
+                        )
+                        for tier in self._store.memory
+                    ],
+                    payload_bytes=sizes[known.root.digest],
                 )
+                for known in self._parts.namespaces.all()
+            ]
             return admin_pb2.ListNamespacesResponse(namespaces=reports)
 
     async def Clear(  # noqa: N802
@@ -135,16 +145,25 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     self._gate.check(context)
             raise DrainingError("the server is shutting down; go on from this cursor at the next one")
 
+    def _resident(self) -> tuple[Counter[tuple[TierName, bytes]], Counter[bytes]]:
+        """Blocks by memory tier and namespace, and payload bytes by namespace; in one pass, all ranks."""
+        blocks: Counter[tuple[TierName, bytes]] = Counter()
+        sizes: Counter[bytes] = Counter()
+        for tier in self._store.memory:
+            for space in tier.pool.spaces():
+                blocks[tier.name, space.namespace] += len(space.ready)
+                sizes[space.namespace] += len(space.ready) * space.payload_bytes
+        return blocks, sizes
+
     def _status(self) -> admin_pb2.GetStatusResponse:
-        store, parts, totals = self._store, self._parts, self._totals
-        usage = store.usage()
-        limits = {tier.name: tier.pool.limit_bytes for tier in store.memory}
+        store, parts, totals = self._store, self._parts, self._metrics.totals()
+        pools = self._pools()
         tiers = [
             admin_pb2.TierReport(
                 tier=TIERS[name],
                 healthy=status.healthy,
                 reason=status.reason,
-                pool=_pool_report(usage[name], limits[name]) if name in usage else None,
+                pool=pools.get(name),
             )
             for name, status in store.status().items()
         ]
@@ -171,7 +190,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             tenants=tenants,
             adopted_blocks=store.host.adopted.blocks,
             pins=list(map(_pin_report, store.pins())),
+            what_if=map(_what_if_report, self._what_if.estimates()) if totals.asked else (),
         )
+
+    def _pools(self) -> dict[TierName, admin_pb2.PoolReport]:
+        usage = self._store.usage()
+        return {
+            tier.name: _pool_report(
+                usage[tier.name], tier.pool.limit_bytes, self._metrics.unread_bytes(tier.name)
+            )
+            for tier in self._store.memory
+        }
 
 
 def _pin_name(caller: Caller, name: str) -> str:
@@ -183,7 +212,16 @@ def _pin_report(pin: PinnedRun) -> admin_pb2.PinReport:
     return admin_pb2.PinReport(name=name, tenant=tenant, tokens=pin.tokens, bytes=pin.size)
 
 
-def _pool_report(usage: PoolUsage, limit_bytes: int) -> admin_pb2.PoolReport:
+def _what_if_report(estimate: Estimate) -> admin_pb2.WhatIfReport:
+    return admin_pb2.WhatIfReport(
+        scale=estimate.scale,
+        capacity_bytes=estimate.capacity_bytes,
+        asked_tokens=estimate.asked_tokens,
+        hit_tokens=estimate.hit_tokens,
+    )
+
+
+def _pool_report(usage: PoolUsage, limit_bytes: int, unread_bytes: int) -> admin_pb2.PoolReport:
     return admin_pb2.PoolReport(
         limit_bytes=limit_bytes,
         reserved_bytes=usage.reserved,
@@ -192,6 +230,7 @@ def _pool_report(usage: PoolUsage, limit_bytes: int) -> admin_pb2.PoolReport:
         ready_bytes=usage.ready,
         quarantined_bytes=usage.quarantined,
         leased_bytes=usage.leased,
+        unread_bytes=unread_bytes,
     )
 
 

@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator
 from kvstore.block import Chain, MissCause, Residency, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
 from kvstore.failpoints import Step
-from kvstore.hints import Hints
-from kvstore.lease import Lease
+from kvstore.lease import Lease, Terms
 from kvstore.service.clients import Client, OpenWrite
 from kvstore.service.codec import (
     PROTOCOL_VERSION,
@@ -106,10 +105,11 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                 raise InvalidRequestError(
                     "the prompt has no token ids, and the client cannot compare blocks itself; send them"
                 )
+            first_block = _first_block(request.first_block, chain)
             self._clients.admit_lease(client, request.request_id)
             self._failpoint(Step.ACQUIRE_ADMITTED)
             key = client.owner, request.request_id
-            lease = self._acquire(key, chain, shards, hints)
+            lease = self._acquire(key, chain, shards, Terms(first_block, hints))
             if lease.pending and seconds:
                 await self._owner.settle(lease, min(seconds, self._store.options.lease_seconds / 2))
                 if not lease.over:  # its time begins when the client learns of it
@@ -145,9 +145,10 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             client = self._clients.get(caller.tenant, request.client, request.epoch)
             self._failpoint(Step.RELEASE_ADMITTED)
             used = request.used_blocks if request.HasField("used_blocks") else None
+            hints = hints_of(request.hints) if request.HasField("hints") else None
             lease = self._store.lease_table.find(request.lease_id, client.owner)
             if lease is not None:
-                self._store.release(lease, used, request.compared_blocks if client.mapped else 0)
+                self._store.release(lease, used, request.compared_blocks if client.mapped else 0, hints)
             return block_pb2.ReleaseResponse()
 
     async def BeginWrite(  # noqa: N802
@@ -185,11 +186,12 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             client = self._clients.get(caller.tenant, request.client, request.epoch)
             opened = self._clients.write_of(client, request.write_id)
             checksums = checksums_of(request.checksums)
+            hints = hints_of(request.hints) if request.HasField("hints") else None
             try:
                 if not opened.write.writer:
                     await _compare(opened, checksums)
                 self._failpoint(Step.WRITE_COMMITTING)
-                opened.write.commit(checksums)
+                opened.write.commit(checksums, hints)
                 self._failpoint(Step.WRITE_COMMITTED)
                 self._owner.pump_soon()
             except BaseException:
@@ -260,18 +262,22 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     f"{PREFETCHES_MAX} prefetches of this tenant are waiting, at most; wait for one of them, "
                     "or ask with wait_seconds = 0",
                 )
-            lease = self._store.acquire(name, chain, shards, owner=owner, counted=False)
+            lease = self._store.acquire_uncounted((owner, name), chain, shards)
             # Promotions go on without the lease; it is only a way to learn how far they came.
             await self._owner.settle(lease, _wait_seconds(request.wait_seconds))
             pending = bool(lease.pending)
             self._store.release(lease)
             return block_pb2.PrefetchResponse(resident_tokens=lease.tokens, pending=pending)
 
-    def _acquire(self, key: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], hints: Hints) -> Lease:
+    def _acquire(self, key: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], terms: Terms) -> Lease:
         owner, request_id = key
-        counted = key not in self._counted
+        first_block, hints, _ = terms
         try:
-            return self._store.acquire(request_id, chain, shards, owner=owner, hints=hints, counted=counted)
+            if key in self._counted:
+                return self._store.acquire_uncounted(key, chain, shards, first_block=first_block)
+            return self._store.acquire(
+                request_id, chain, shards, owner=owner, first_block=first_block, hints=hints
+            )
         except LeaseError as error:
             raise NotPossibleError(str(error)) from error
 
@@ -307,7 +313,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
             lease_id=0 if lease.over else lease.id,
             blocks=lease.blocks,
             pending=bool(lease.pending),
-            cause="" if lease.blocks == len(lease.chain) else lease.cause or "",
+            cause="" if lease.complete else lease.cause or "",
             shards=places,
             tiers=tiers,
         )
@@ -347,6 +353,15 @@ def _own_shard(known: Registered, shard: Shard) -> Shard:
             f"shard {shard} is none of the namespace's; register that parallelism, or correct it"
         )
     return shard
+
+
+def _first_block(first_block: int, chain: Chain) -> int:
+    if first_block > len(chain):
+        raise InvalidRequestError(
+            f"first_block is {first_block}, but the prompt has {len(chain)} whole blocks; expected 0 … "
+            f"{len(chain)}: name the first block that the caller does not have"
+        )
+    return first_block
 
 
 def _wait_seconds(seconds: float) -> float:

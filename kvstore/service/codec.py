@@ -8,7 +8,8 @@ import numpy as np
 
 from hashing import ContentItem, Extras, KVShape, Namespace, Root, fingerprint_blocks
 from kvstore.block import HASH_BYTES, Chain, Shard, TierName
-from kvstore.hints import Hints
+from kvstore.errors import HintsError
+from kvstore.hints import Hints, checked
 from kvstore.service.errors import InvalidRequestError, Limit, LimitError
 from kvstore.spec import NamespaceSpec
 from kvstore.v1 import block_pb2, types_pb2
@@ -89,11 +90,10 @@ def tiers_of(values: list[int]) -> set[TierName] | None:
 
 def hints_of(message: block_pb2.Hints) -> Hints:
     idle = message.idle_seconds if message.HasField("idle_seconds") else None
-    if idle is not None and not 0 <= idle < float("inf"):
-        raise InvalidRequestError(
-            f"hints.idle_seconds is {idle}, expected 0 or more; correct it or leave it out"
-        )
-    return Hints(message.ended, message.priority, idle)
+    try:
+        return checked(Hints(message.ended, message.priority, idle))
+    except HintsError as error:
+        raise InvalidRequestError(str(error)) from error
 
 
 def spec_of(message: block_pb2.NamespaceSpec, salt: bytes | None) -> NamespaceSpec:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from kvstore.block import HASH_BYTES, MissCause, Shard, TierName
-from kvstore.events import BlocksRemoved, BlocksStored, Event, RemovalCause, RequestSettled
+from kvstore.block import HASH_BYTES, Shard, TierName
+from kvstore.events import BlocksRemoved, BlocksStored, Event, RemovalCause
 
 KEPT_BYTES = 64 << 20
 _CHANGE_HASH_BYTES = 65_536 * HASH_BYTES
@@ -102,20 +102,3 @@ class EventLog:
         if self._dropped > len(self._changes) // 2:
             del self._changes[: self._dropped]
             self._dropped = 0
-
-
-class Totals:
-    """A listener that adds up what was asked, hit and missed since the start, in tokens."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.hits: dict[TierName, int] = {}
-        self.misses: dict[MissCause, int] = {}
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestSettled):
-            self.asked += event.asked_tokens
-            for tier, tokens in event.hit_tokens.items():
-                self.hits[tier] = self.hits.get(tier, 0) + tokens
-            for cause, tokens in event.miss_tokens.items():
-                self.misses[cause] = self.misses.get(cause, 0) + tokens

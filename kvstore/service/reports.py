@@ -41,7 +41,10 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class PoolReport:
-    """Bytes by state; ``reserved_bytes`` is the sum of free, staged, ready and quarantined."""
+    """Bytes by state; ``reserved_bytes`` is the sum of free, staged, ready and quarantined.
+
+    Nobody has read ``unread_bytes`` of the ready ones.
+    """
 
     limit_bytes: int
     reserved_bytes: int
@@ -50,6 +53,7 @@ class PoolReport:
     ready_bytes: int
     quarantined_bytes: int
     leased_bytes: int
+    unread_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,16 @@ class PinReport:
 
 
 @dataclass(frozen=True, slots=True)
+class WhatIfReport:
+    """What a pool of ``scale`` times the present size would have hit of what was asked, estimated."""
+
+    scale: float
+    capacity_bytes: int
+    asked_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """Everything that a status page shows; token counts since the start."""
 
@@ -100,6 +114,7 @@ class ServerStatus:
     tenants: tuple[TenantReport, ...]
     adopted_blocks: int
     pins: tuple[PinReport, ...]
+    what_if: tuple[WhatIfReport, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,7 @@ def status_of(message: admin_pb2.GetStatusResponse) -> ServerStatus:
         miss_tokens=dict(message.miss_tokens),
         tenants=tuple(_report(TenantReport, tenant) for tenant in message.tenants),
         pins=tuple(_report(PinReport, pin, payload_bytes=pin.bytes) for pin in message.pins),
+        what_if=tuple(_report(WhatIfReport, each) for each in message.what_if),
     )
 
 

@@ -1,18 +1,23 @@
-"""Copies of fresh blocks going down a tier, behind the request that made them."""
+"""Copies of blocks going down a tier, behind the requests that made or used them."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.block import BlockRows, Residency, SlotArray, TierName
+from kvstore.block import BlockRows, Residency, Shard, SlotArray, TierName
 from kvstore.events import BlocksDropped, BytesMoved, DropCause
+from kvstore.extents import SlotClass
+from kvstore.index import Space
+from kvstore.lease import Lease
+from kvstore.stamps import history
+from kvstore.store.ahead import vacate_ahead
+from kvstore.store.options import Demotion
 from kvstore.store.parts import Parts
 from kvstore.tiers.base import SaveOutcome
 from kvstore.tiers.memory import MemoryTier, payload_checksum
-from kvstore.tiers.null import NullTier
 
 _DROPS = {
     SaveOutcome.FULL: DropCause.FULL,
@@ -20,15 +25,20 @@ _DROPS = {
     SaveOutcome.UNAVAILABLE: DropCause.UNAVAILABLE,
     SaveOutcome.REFUSED: DropCause.REFUSED,
 }
+_THERE = {SaveOutcome.STORED, SaveOutcome.PRESENT}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """Blocks of one chain waiting to go down, pinned in the tier that they are in."""
+    """Blocks of one space waiting to go down, pinned in the tier that they are in.
+
+    ``leaving`` blocks have left that tier: they are in STAGED slots, which are freed after the copy.
+    """
 
     rows: BlockRows
     slots: SlotArray
     payload_bytes: int
+    leaving: bool = False
 
     @property
     def size(self) -> int:
@@ -36,13 +46,18 @@ class Entry:
 
 
 class Demotions:
-    """Write-through: device to host on the owner's thread, host to redis on a worker's.
+    """Device to host on the owner's thread, as soon as a block is computed; host to redis on a worker's.
 
-    Bounded in bytes. Entries pin what they name; what does not fit is dropped from the tail, so
-    that what a lower tier has of a chain stays reachable.
+    When a block goes to redis, ``Demotion`` says. Bounded in bytes. Entries pin what they name; what
+    does not fit is dropped from the tail, so that what a lower tier has of a chain stays reachable.
+    Blocks that leave the host tier go as they leave, tails before heads: a look-up finds the head here
+    and the rest in redis.
     """
 
     def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._mode = parts.demotes
+        self._copies = parts.copies
         self._redis = parts.tiers.redis
         self._host = parts.tiers.host
         self._device = parts.tiers.device
@@ -66,12 +81,64 @@ class Demotions:
     def pins(self, tier: TierName) -> list[SlotArray]:
         """What is pinned in a tier until it has been copied."""
         waiting = self._to_host if tier is TierName.DEVICE else (*self._to_redis, *self._sending)
-        return [entry.slots for entry in waiting]
+        return [entry.slots for entry in waiting if not entry.leaving]
 
     def offer(self, tier: TierName, rows: BlockRows, slots: SlotArray, payload_bytes: int) -> None:
         """Blocks became READY in ``tier``: queue them for the tier below."""
-        if tier is TierName.HOST and isinstance(self._redis, NullTier):
+        if tier is TierName.DEVICE or self._mode is Demotion.WRITE_THROUGH:
+            self._queue(tier, rows, slots, payload_bytes)
+
+    def used(self, lease: Lease) -> None:
+        """A request has used its run: what has been hit often enough by now goes to redis, heads first."""
+        if self._mode is not Demotion.ON_REUSE:
             return
+        pool, chain = self._host.pool, lease.chain
+        for shard in lease.shards:
+            stop = self._reused_until(lease, shard)
+            slots = pool.match(chain.rows(shard, 0, stop)).slots
+            if len(slots) < lease.first_block:  # the caller has the head, and this tier has not
+                slots = pool.match(chain.rows(shard, lease.first_block, stop)).slots
+            slots = slots[self._copies.lacking(slots, self._clock())]
+            if len(slots):
+                size = self._space(self._host, chain.namespace, shard).payload_bytes
+                self._queue(TierName.HOST, pool.rows_of(slots), slots, size)
+
+    def make_room(self) -> None:
+        """Let go of what is about to leave the host tier, while there is time to copy it."""
+        if self._mode is not Demotion.ON_EVICT:
+            return
+        leaving: Counter[SlotClass] = Counter()
+        for entry in (*self._to_redis, *self._sending):
+            space = self._space(self._host, entry.rows.namespace, entry.rows.shard)
+            leaving[space.slot_class] += len(entry.slots)
+        for space, slots in vacate_ahead(self._host.pool, self._limit_bytes - self.queued_bytes, leaving):
+            lacking = self._copies.lacking(slots, self._clock())
+            self._host.pool.abort(slots[~lacking])
+            self._part_with(space, slots[lacking])
+        self._parts.report_removed()
+
+    def _reused_until(self, lease: Lease, shard: Shard) -> int:
+        """The end of the last block of the run that has been hit often enough, in the tier that served it."""
+        stop = lease.first_block
+        for segment in lease.segments.get(shard, ()):
+            tier = self._host if segment.tier is TierName.HOST else self._source()
+            reads = history(tier.pool.extents, segment.slots).reads
+            often = np.flatnonzero(reads >= self._options.reuse_count)
+            if len(often):
+                stop = segment.start + int(often[-1]) + 1
+        return stop
+
+    def _part_with(self, space: Space, slots: SlotArray) -> None:
+        """Queue blocks that have left, heads first; their slots are free when they have been copied."""
+        if not len(slots):
+            return
+        rows = self._host.pool.rows_of(slots)
+        order = np.argsort(rows.indexes, kind="stable")
+        entry = Entry(rows.pick(order), slots[order], space.payload_bytes, leaving=True)
+        self.queued_bytes += entry.size
+        self._to_redis.extend(self._batches(entry))
+
+    def _queue(self, tier: TierName, rows: BlockRows, slots: SlotArray, payload_bytes: int) -> None:
         room = max(0, self._limit_bytes - self.queued_bytes) // payload_bytes
         below = TierName.HOST if tier is TierName.DEVICE else TierName.REDIS
         if room < len(slots):
@@ -86,6 +153,7 @@ class Demotions:
         if tier is TierName.DEVICE:
             self._to_host.append(entry)
         else:
+            self._copies.begin(slots)
             self._to_redis.extend(self._batches(entry))
 
     def step(self) -> None:
@@ -107,6 +175,7 @@ class Demotions:
                 entry.rows.slice(start, start + size),
                 entry.slots[start : start + size],
                 entry.payload_bytes,
+                entry.leaving,
             )
             for start in range(0, len(entry.slots), size)
         ]
@@ -155,9 +224,14 @@ class Demotions:
     def _sent(self, entry: Entry, outcomes: list[SaveOutcome] | None, began: float) -> None:
         self._sending.remove(entry)
         self.queued_bytes -= entry.size
-        self._host.pool.unpin(entry.slots)
         results = outcomes or [SaveOutcome.UNAVAILABLE] * len(entry.slots)
         rows, now, size = entry.rows, self._clock(), entry.payload_bytes
+        if entry.leaving:
+            self._host.pool.abort(entry.slots)
+        else:
+            self._host.pool.unpin(entry.slots)
+            there = np.array([outcome in _THERE for outcome in results], dtype=np.bool_)
+            self._copies.end(entry.slots, now, there=there)
         stored = np.flatnonzero([outcome is SaveOutcome.STORED for outcome in results])
         if len(stored):
             self._emit(BytesMoved(now, TierName.HOST, TierName.REDIS, len(stored) * size, now - began))

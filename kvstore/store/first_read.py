@@ -31,12 +31,13 @@ def learn_from_reader(parts: Parts, lease: Lease, used: int, compared: int) -> N
 
     Called when the lease holds nothing any more.
     """
+    stop, seen = lease.first_block + used, lease.first_block + min(used, compared)
     for shard, segments in lease.segments.items():
         space = parts.space(parts.tiers.host, lease.chain.namespace, shard)
-        _mark(parts, slots_in(cut(segments, min(used, compared)), TierName.HOST))
+        _mark(parts, slots_in(cut(segments, seen), TierName.HOST))
         if used < lease.blocks:
-            stop = len(slots_in(cut(segments, used), TierName.HOST))
-            _verify(parts, space, slots_in(segments, TierName.HOST)[stop : stop + 1])
+            place = len(slots_in(cut(segments, stop), TierName.HOST))
+            _verify(parts, space, slots_in(segments, TierName.HOST)[place : place + 1])
 
 
 def _verify(parts: Parts, space: Space, slots: SlotArray) -> int:

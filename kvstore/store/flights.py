@@ -20,10 +20,12 @@ from kvstore.events import (
 from kvstore.failpoints import Step
 from kvstore.index import Space
 from kvstore.lease import Lease
+from kvstore.store.load_gate import LoadGate
 from kvstore.store.parts import Parts
 from kvstore.tiers.base import LoadResult, TierMatch
 
 _BlockKey = tuple[bytes, Shard, bytes]
+_NO_ANSWER = (MissCause.TIMEOUT, MissCause.UNAVAILABLE)
 
 
 class Batch(NamedTuple):
@@ -36,13 +38,21 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One promotion under way, from the block where the local run of its first waiter ended."""
+    """One promotion under way, from the block where the local run of its first waiter ended.
+
+    ``asked_bytes`` are what is fetched since ``began``, of which ``late`` says that some did not come in
+    time. Nobody waits for what is ``explored``: it is fetched to learn how fast that is.
+    """
 
     rows: BlockRows
     space: Space
     waiters: list[Lease]
     keys: list[_BlockKey]
     batches_left: int = 0
+    began: float = 0.0
+    asked_bytes: int = 0
+    late: bool = False
+    explored: bool = False
     fetched: set[int] = field(default_factory=set)
     held: list[SlotArray] = field(default_factory=list)
     broke_at: int = 0
@@ -57,6 +67,7 @@ class Flights:
         parts: Parts,
         extend: Callable[[Lease, Container[int]], None],
         landed: Callable[[Lease, int, MissCause | None], None],
+        gate: LoadGate,
     ) -> None:
         """Made by the store, which is told what becomes of each lease that waits.
 
@@ -74,6 +85,8 @@ class Flights:
         self._failpoint = parts.failpoint
         self._extend = extend
         self._landed = landed
+        self._gate = gate
+        self._copies = parts.copies
         self._active: dict[_BlockKey, Flight] = {}
 
     def __len__(self) -> int:
@@ -81,22 +94,33 @@ class Flights:
 
     def join(self, lease: Lease, shard: Shard) -> None:
         """Wait for what redis has from the lease's end on; starts a flight where none is under way."""
-        rows = lease.chain.rows(shard, lease.blocks)
+        rows = lease.chain.rows(shard, lease.end)
         key = (rows.namespace, shard, bytes(rows.hash_at(0)))
         flight = self._active.get(key)
         if flight is None:
             flight = Flight(rows, self._space(self._host, rows.namespace, shard), [], [key])
             self._active[key] = flight
             self._probe(flight)
+        elif flight.explored and lease.counted:
+            lease.cause = MissCause.SLOWER
+            return
         flight.waiters.append(lease)
         lease.pending += 1
 
     def _probe(self, flight: Flight) -> None:
         rows, deadline = flight.rows, self._clock() + self._options.probe_seconds
-        self._mailbox.ask(
-            lambda: self._redis.match(rows, deadline),
-            lambda match: self._probed(flight, match or TierMatch(0, MissCause.UNAVAILABLE)),
-        )
+
+        def ask() -> tuple[TierMatch, float]:
+            began = self._clock()
+            return self._redis.match(rows, deadline), self._clock() - began
+
+        def answered(answer: tuple[TierMatch, float] | None) -> None:
+            match, seconds = answer or (TierMatch(0, MissCause.UNAVAILABLE), 0.0)
+            if match.cause not in _NO_ANSWER:
+                self._gate.answered(seconds)
+            self._probed(flight, match)
+
+        self._mailbox.ask(ask, answered)
 
     def _probed(self, flight: Flight, match: TierMatch) -> None:
         self._failpoint(Step.PROMOTION_PROBED)
@@ -107,6 +131,11 @@ class Flights:
             [at for at, is_ in enumerate(self._host.pool.residency(wanted)) if is_ is Residency.MISS],
             dtype=np.int64,
         )
+        if len(missing) and not self._is_worth_it(flight, len(missing), count):
+            flight.broke_at, flight.cause, flight.explored = int(missing[0]), MissCause.SLOWER, True
+            self._arrived(flight)
+            self._dismiss(flight)
+            missing = missing[: self._gate.explored_blocks(flight.space.payload_bytes, len(missing))]
         slots = self._host.pool.stage(flight.space, len(missing), wanted.pick(missing))
         if len(slots) < len(missing):
             flight.broke_at = int(missing[len(slots)])
@@ -114,12 +143,24 @@ class Flights:
             self._dropped(flight, len(missing) - len(slots), DropCause.FULL)
         self._failpoint(Step.PROMOTION_STAGED)
         batches = self._cut_batches(flight, missing[: len(slots)], slots)
-        flight.batches_left = len(batches)
+        flight.batches_left, flight.began = len(batches), self._clock()
+        flight.asked_bytes = len(slots) * flight.space.payload_bytes
         if not batches:
             self._arrived(flight)
             self._finish(flight)
         for batch in batches:
             self._fetch(flight, batch)
+
+    def _is_worth_it(self, flight: Flight, missing: int, found: int) -> bool:
+        """Whether those who wait get ``found`` blocks sooner when ``missing`` of them are loaded.
+
+        All ranks of a prompt load at the same time, over one link. Who prefetches does not wait.
+        """
+        waiting = [lease for lease in flight.waiters if lease.counted and not lease.over]
+        if not waiting:
+            return True
+        size = missing * flight.space.payload_bytes * max(len(lease.shards) for lease in waiting)
+        return self._gate.allows(size, found * flight.space.slot_class.block_size)
 
     def _cut_batches(self, flight: Flight, positions: SlotArray, slots: SlotArray) -> list[Batch]:
         size = max(1, self._options.batch_bytes // flight.space.payload_bytes)
@@ -155,6 +196,7 @@ class Flights:
             self._host.pool.abort(batch.slots[bad], batch.rows.pick(bad))
             self._report_corrupt(flight, batch.rows, outcome)
             first = int(batch.positions[bad[0]])
+            flight.late |= MissCause.TIMEOUT in outcome.causes
             if first < flight.broke_at:
                 flight.broke_at, flight.cause = first, outcome.causes[int(bad[0])]
         self._arrived(flight)
@@ -179,6 +221,7 @@ class Flights:
         size = flight.space.payload_bytes
         self._emit(BytesMoved(now, TierName.REDIS, TierName.HOST, len(slots) * size, now - began))
         self._report_stored(TierName.HOST, rows, size)
+        self._copies.end(slots, now, there=np.ones(len(slots), dtype=np.bool_))
 
     def _arrived(self, flight: Flight) -> None:
         for lease in flight.waiters:
@@ -188,17 +231,24 @@ class Flights:
         for key in flight.keys:
             if self._active.get(key) is flight:
                 del self._active[key]
+        loaded = len(flight.fetched) * flight.space.payload_bytes
+        if loaded or flight.late:
+            self._gate.loaded(flight.asked_bytes if flight.late else loaded, self._clock() - flight.began)
+        self._dismiss(flight)
+        for slots in flight.held:
+            self._host.pool.unpin(slots)
+
+    def _dismiss(self, flight: Flight) -> None:
+        """Tell those who wait that no more will come."""
         waiters, flight.waiters = flight.waiters, []
         ended = int(flight.rows.indexes[0]) + flight.broke_at
         for lease in waiters:
             lease.pending -= 1
             self._landed(lease, ended, flight.cause if _asked_for(lease, ended, flight) else None)
-        for slots in flight.held:
-            self._host.pool.unpin(slots)
 
     def carry(self, lease: Lease) -> bool:
         """Whether a flight is under way that brings the block at which the lease ends."""
-        chain, at = lease.chain, lease.blocks * HASH_BYTES
+        chain, at = lease.chain, lease.end * HASH_BYTES
         key = chain.hashes[at : at + HASH_BYTES]
         return any((chain.namespace, shard, key) in self._active for shard in lease.shards)
 

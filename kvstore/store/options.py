@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Demotion(StrEnum):
+    """When a block of the host tier is copied to redis."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as it is stored."""
+    ON_EVICT = "on_evict"
+    """When it is about to leave the host tier."""
+    ON_REUSE = "on_reuse"
+    """Once it has been hit ``reuse_count`` times, with all blocks before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +29,15 @@ class StoreOptions:
     """What redis may take to say which blocks exist."""
     flight_seconds: float = 5.0
     """What redis may take for one batch of a promotion or a demotion."""
+    ttl_seconds: float = 86400.0
+    """After so long redis has forgotten a block, where nobody used it."""
     batch_bytes: int = 16 << 20
     """Payload bytes of one batch."""
+    demotion: Demotion = Demotion.WRITE_THROUGH
+    reuse_count: int = 1
+    recompute_tokens_per_second: float | None = None
+    """How fast the readers' engine computes a prompt; with it, redis is asked only for blocks that are
+    expected to come sooner than they are computed. None: for all that it has."""
     queue_bytes: int = 256 << 20
     """Payload bytes waiting for a lower tier; what exceeds it is dropped, tails first."""
     readers_verify: bool = False

@@ -13,6 +13,7 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.null import NullTier
 
+_ABSENT = (MissCause.COLD, MissCause.UNKNOWN)
 _REDIS_GAPS_MAX = 64
 """Rounds in which redis is asked for what follows a block that it lacks."""
 
@@ -132,10 +133,11 @@ class Explanation:
 
     def reports(self, start: int, stop: int) -> list[BlockReport]:
         """Blocks [start, stop), as they are now."""
-        now = self._parts.clock()
-        return [self._report(block, now) for block in range(start, stop)]
+        now, part = self._parts.clock(), self._rows.slice(start, stop)
+        absences = self._parts.absences.causes(part.namespace, part.hashes, now)
+        return [self._report(start + at, now, absence) for at, absence in enumerate(absences)]
 
-    def _report(self, block: int, now: float) -> BlockReport:
+    def _report(self, block: int, now: float, absence: MissCause) -> BlockReport:
         memory, row = self._parts.tiers.memory, self._rows.slice(block, block + 1)
         matches = {tier: tier.pool.match(row) for tier in memory}
         holders = [tier for tier, match in matches.items() if len(match.slots)]
@@ -148,8 +150,9 @@ class Explanation:
             found = history(holders[0].pool.extents, matches[holders[0]].slots)
             age, idle = now - float(found.stored_at[0]), now - float(found.used_at[0])
         cause = None if tiers else _gravest([match.cause for match in matches.values()])
-        if redis_has is None and cause is MissCause.COLD:
-            cause = MissCause.UNKNOWN
+        if cause in _ABSENT:
+            # What redis did not say may be there.
+            cause = MissCause.UNKNOWN if redis_has is None else absence
         pending = any(tier.pool.residency(row)[0] is Residency.PENDING for tier in memory)
         return BlockReport(tuple(tiers), cause, pending, age, idle)
 

@@ -21,16 +21,16 @@ def promote(parts: Parts, holding: Holding, lease: Lease, shard: Shard) -> int:
         placed += raised
         if not raised or raised[-1].stop < segment.stop:
             break
-    blocks = placed[-1].stop if placed else 0
-    if blocks < lease.blocks:
-        ended_by = top.pool.match(lease.chain.rows(shard, blocks, lease.blocks)).cause
+    end = placed[-1].stop if placed else lease.first_block
+    if end < lease.end:
+        ended_by = top.pool.match(lease.chain.rows(shard, end, lease.end)).cause
         lease.cause = ended_by if ended_by is MissCause.COLLISION else MissCause.QUOTA
         for other in lease.shards:
             if other != shard:
-                holding.replace(lease, other, cut(lease.segments[other], blocks))
+                holding.replace(lease, other, cut(lease.segments[other], end))
     holding.replace(lease, shard, placed)
-    lease.blocks = blocks
-    return blocks
+    lease.blocks = end - lease.first_block
+    return lease.blocks
 
 
 def _raise(parts: Parts, lease: Lease, segment: Segment) -> list[Segment]:

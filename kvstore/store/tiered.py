@@ -11,27 +11,28 @@ from collections.abc import Callable, Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, SlotArray, TierName
+from kvstore.block import WHOLE, BlockRows, Chain, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError
 from kvstore.events import BytesMoved, EventBus, Listener, TokensProbed
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.integrity import check_pool
-from kvstore.lease import Lease, LeaseTable
+from kvstore.lease import Lease, LeaseTable, Terms
 from kvstore.pool import PoolUsage
 from kvstore.spec import NamespaceSpec
+from kvstore.store.copies import Copies
 from kvstore.store.demotion import Demotions
-from kvstore.store.flights import Flights
 from kvstore.store.holding import Holding
 from kvstore.store.inherited import Inherited
 from kvstore.store.inventory import clear, resident
 from kvstore.store.mailbox import Mailbox
 from kvstore.store.options import StoreOptions
-from kvstore.store.parts import Parts, Tiers
+from kvstore.store.parts import Parts, Tiers, absences_of
 from kvstore.store.pins import PinnedRun, Pins
 from kvstore.store.probe import Explanation, Lookup, Probe, present_in
 from kvstore.store.promotion import promote
 from kvstore.store.registry import Registry
+from kvstore.store.remote import Remote
 from kvstore.store.write import Write
 from kvstore.store.writes import Writes
 from kvstore.tiers.base import Tier, TierStatus
@@ -57,12 +58,15 @@ class TieredStore:
     ) -> None:
         """``wake`` is called from other threads when ``pump`` has something to do."""
         mailbox = Mailbox(options.threads, wake)
-        self._parts = Parts(tiers, options, clock, mailbox, EventBus(listeners), failpoint)
+        absences = absences_of(tiers, options)
+        bus = EventBus((absences, *listeners))
+        copies = Copies(options.ttl_seconds)
+        self._parts = Parts(tiers, options, clock, mailbox, bus, absences, copies, failpoint)
         self._clock = clock
         self._registry = Registry(self._parts)
-        self._holding = Holding(self._parts)
-        self._flights = Flights(self._parts, self._holding.extend, self._landed)
         self._demotions = Demotions(self._parts)
+        self._holding = Holding(self._parts, self._demotions.used)
+        self._remote = Remote(self._parts, self._holding)
         self._writes = Writes(self._parts, self._demotions)
         self._pins = Pins(self._parts)
         self._inherited = Inherited(self._parts)
@@ -139,25 +143,31 @@ class TieredStore:
         shards: tuple[Shard, ...] = (WHOLE,),
         *,
         owner: str = "",
+        first_block: int = 0,
         hints: Hints = NO_HINTS,
-        counted: bool = True,
     ) -> Lease:
-        """Pin the leading run that is resident, and begin to promote what follows it from redis.
+        """Pin the run that is resident from ``first_block`` on, and begin to promote the rest from redis.
 
-        Idempotent: the same request gets the same lease, with its progress, and renews it. ``wait``
-        for the part that is ``pending``. The lease ends by ``release``, or when nobody renews it;
-        who then acquires again gets what is still there. ``counted`` is False for what is no request,
-        as a prefetch: it is not in the hit rate, and policies do not hear of it.
+        The caller has the blocks before ``first_block`` itself: they are neither looked for nor
+        promoted, leased or counted. Idempotent: the same request gets the same lease, with its
+        progress, and renews it. ``wait`` for the part that is ``pending``. The lease ends by
+        ``release``, or when nobody renews it; who then acquires again gets what is still there.
         """
-        self._registry.require(chain, shards)
-        self.tick()
-        known = len(self._holding.leases)
-        lease = self._holding.open((owner, request_id), chain, shards, hints, counted=counted)
-        if len(self._holding.leases) > known and lease.blocks < len(chain):
-            self._ask_redis(lease)
-        if not lease.pending:
-            self._holding.tell_policies(lease)
-        return lease
+        return self._acquire((owner, request_id), chain, shards, Terms(first_block, hints))
+
+    def acquire_uncounted(
+        self,
+        request: tuple[str, str],
+        chain: Chain,
+        shards: tuple[Shard, ...] = (WHOLE,),
+        *,
+        first_block: int = 0,
+    ) -> Lease:
+        """``acquire`` by (owner, request id) for what is no request, as a prefetch.
+
+        It is not in the hit rate, and policies do not hear of it.
+        """
+        return self._acquire(request, chain, shards, Terms(first_block, counted=False))
 
     def wait(self, lease: Lease, seconds: float) -> None:
         """Work until nothing is pending for the lease, for at most ``seconds``."""
@@ -184,13 +194,20 @@ class TieredStore:
         """Keep a lease for another ``lease_seconds``; LeaseError when it is over."""
         self._holding.renew(lease)
 
-    def release(self, lease: Lease, used_blocks: int | None = None, compared_blocks: int = 0) -> None:
+    def release(
+        self,
+        lease: Lease,
+        used_blocks: int | None = None,
+        compared_blocks: int = 0,
+        hints: Hints | None = None,
+    ) -> None:
         """End a lease and count its request. Idempotent.
 
         ``used_blocks`` is how much of the run was valid and used (None: all), ``compared_blocks`` how
         much a reader of its own memory compared with its checksums (``StoreOptions.readers_verify``).
+        ``hints`` replace those of the acquire; HintsError where one is out of range.
         """
-        self._holding.release(lease, used_blocks, compared_blocks)
+        self._holding.release(lease, used_blocks, compared_blocks, hints)
 
     def write(self, chain: Chain, shard: Shard = WHOLE, *, first_block: int = 0, writer: int = 0) -> Write:
         """Begin a two-phase write of blocks ``first_block`` … of a prompt into the host tier.
@@ -277,6 +294,7 @@ class TieredStore:
         What is overdue ends, as with ``tick``.
         """
         self.tick()
+        self._demotions.make_room()
         self._demotions.step()
         self._parts.mailbox.collect(timeout)
         self._demotions.step()
@@ -347,7 +365,7 @@ class TieredStore:
             pins = [self._holding.pins(tier.name), self._pins.pins(tier.name)]
             pins += self._demotions.pins(tier.name)
             if tier is self._parts.tiers.host:
-                pins += [*self._flights.pins(), self._inherited.pins()]
+                pins += [*self._remote.pins(), self._inherited.pins()]
             check_pool(tier.pool, np.concatenate(pins))
 
     def close(self) -> None:
@@ -363,28 +381,15 @@ class TieredStore:
         self._parts.bus.emit(TokensProbed(self._clock(), chain.namespace, chain.prompt_tokens))
         return probe
 
-    def _ask_redis(self, lease: Lease) -> None:
-        # What comes from redis is kept under its tokens; who has none gets what is here.
-        if isinstance(self._parts.tiers.redis, NullTier) or not lease.chain.known_by_tokens:
-            return
-        lease.asked_redis = max(lease.asked_redis, len(lease.chain) - lease.blocks)
-        lease.asked_at, lease.broke = lease.blocks, None
-        for shard in lease.shards:
-            self._flights.join(lease, shard)
-
-    def _landed(self, lease: Lease, ended_at: int, cause: MissCause | None) -> None:
-        """A flight that the lease waited for is over: it broke for ``cause``, or never did."""
-        if cause is not None and (lease.broke is None or ended_at < lease.broke[0]):
-            lease.broke = ended_at, cause
-        if lease.over or lease.pending:
-            return
-        broke_here = lease.broke is not None and lease.broke[0] == lease.blocks
-        if lease.broke is not None and broke_here and lease.cause is not MissCause.COLLISION:
-            lease.cause = lease.broke[1]
-        complete = broke_here or lease.blocks == len(lease.chain)
-        if not complete and (lease.blocks > lease.asked_at or self._flights.carry(lease)):
-            # It was another prompt's flight, and it went as far as both agree; or another's goes on.
-            self._ask_redis(lease)
-        else:
+    def _acquire(
+        self, request: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], terms: Terms
+    ) -> Lease:
+        self._registry.require(chain, shards)
+        self.tick()
+        known = len(self._holding.leases)
+        lease = self._holding.open(request, chain, shards, terms)
+        if len(self._holding.leases) > known and not lease.complete:
+            self._remote.ask(lease)
+        if not lease.pending:
             self._holding.tell_policies(lease)
-            lease.wake()
+        return lease

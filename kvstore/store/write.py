@@ -9,6 +9,7 @@ from types import TracebackType
 
 from kvstore.block import BlockRows, SlotArray
 from kvstore.errors import WriteError
+from kvstore.hints import Hints, checked
 from kvstore.index import Space
 from kvstore.tiers.base import Payload
 from kvstore.tiers.host import HostTier
@@ -28,20 +29,22 @@ class BlockStatus(StrEnum):
 class Write:
     """Slots that one writer fills; nothing is visible before ``commit``.
 
-    Used as a context manager it commits at the end and aborts on an exception. ``status`` has one
-    entry a block from the write's first block on.
+    Used as a context manager it commits at the end and aborts on an exception. ``prompt`` are all its
+    blocks, ``rows`` those from the write's first block on, and ``status`` has one entry for each of these.
     """
 
     host: HostTier
     space: Space
+    prompt: BlockRows
     rows: BlockRows
     status: list[BlockStatus]
     positions: SlotArray
     slots: SlotArray
     deadline: float
     clock: Callable[[], float]
-    over: Callable[[Write, BlockRows | None], None]
-    """Called once: with the identities that became visible, or None after an abort."""
+    over: Callable[[Write, BlockRows | None, Hints | None], None]
+    """Called once: with the identities that became visible, or None after an abort; and with what the
+    writer said of the prompt's future."""
     writer: int = 0
     """Number of the client whose process fills the slots; 0 where that is this one."""
     open: bool = True
@@ -55,12 +58,15 @@ class Write:
             self._payloads = self.host.views(self.slots, self.space.payload_bytes)
         return self._payloads
 
-    def commit(self, checksums: Sequence[int] | None = None) -> None:
+    def commit(self, checksums: Sequence[int] | None = None, hints: Hints | None = None) -> None:
         """Make the blocks visible. ``checksums`` are xxh3_64, computed here when not given.
 
-        Raises WriteError past the deadline, or when the write is over already.
+        ``hints`` are what the prompt says of its own future, with these blocks at its end. Raises
+        WriteError past the deadline, or when the write is over already; HintsError.
         """
         self._still_open()
+        if hints is not None:
+            checked(hints)
         if self.clock() > self.deadline:
             self.abort()
             raise WriteError(
@@ -78,7 +84,7 @@ class Write:
         if len(self.slots):
             fresh = self.host.pool.commit(self.slots, rows, sums, time=self.clock())
             assert fresh.all(), "a named staged slot is its block's only writer"
-        self.over(self, rows)
+        self.over(self, rows, hints)
 
     def abort(self) -> None:
         """Give the slots back, which also acknowledges a deadline that has passed. Idempotent."""
@@ -89,7 +95,7 @@ class Write:
             self.host.pool.unquarantine(self.slots)
         else:
             self.host.pool.abort(self.slots, self._own_rows())
-        self.over(self, None)
+        self.over(self, None, None)
 
     def expire(self) -> None:
         """The deadline passed and the writer may yet write: nobody gets its slots."""

@@ -9,9 +9,11 @@ import numpy as np
 from kvstore.block import BlockRows, Chain, Residency, Shard, SlotArray, TierName
 from kvstore.errors import WriteError
 from kvstore.events import BlocksDropped, DropCause
+from kvstore.hints import Hints
 from kvstore.index import Space
 from kvstore.store.demotion import Demotions
 from kvstore.store.parts import Parts
+from kvstore.store.policies import tell_hints
 from kvstore.store.write import BlockStatus, Write
 from kvstore.tiers.memory import payload_checksum
 
@@ -45,8 +47,9 @@ class Writes:
             )
         host, clock = self._parts.tiers.host, self._parts.clock
         pool, space = host.pool, self._parts.space(host, chain.namespace, shard)
-        rows = chain.rows(shard, first_block)
-        match = pool.match(chain.rows(shard))
+        prompt = chain.rows(shard)
+        rows = prompt.slice(first_block, len(prompt))
+        match = pool.match(prompt)
         status = list(map(_STATUS.__getitem__, pool.residency(rows)))
         if BlockStatus.PRESENT in status:
             self._refuse_collisions(rows, status, len(match.slots) - first_block)
@@ -59,6 +62,7 @@ class Writes:
         write = Write(
             host=host,
             space=space,
+            prompt=prompt,
             rows=rows,
             status=status,
             positions=wanted[: len(slots)],
@@ -107,10 +111,12 @@ class Writes:
                     )
                 self._drop(write.rows, len(write.slots), DropCause.DEADLINE)
 
-    def _over(self, write: Write, rows: BlockRows | None) -> None:
+    def _over(self, write: Write, rows: BlockRows | None, hints: Hints | None) -> None:
         del self._open[id(write)]
         if rows is not None and len(rows):
             self._stored(TierName.HOST, rows, write.slots, write.space)
+        if hints is not None:
+            tell_hints(self._parts, write.prompt, hints)
 
     def _stored(self, tier: TierName, rows: BlockRows, slots: SlotArray, space: Space) -> None:
         self._parts.report_stored(tier, rows, space.payload_bytes)

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.service.client import Client
 from kvstore.service.operator import Operator
-from tests.support.clients import MAPPED, client_of, eventually
+from tests.support.clients import MAPPED, client_of, eventually, put
 from tests.support.command_line import Asking, spawn
 from tests.support.served import (
     HIT,
@@ -31,6 +31,7 @@ from tests.support.served import (
 )
 from tests.support.sidecars import Sidecar, sidecar
 from tests.support.stores import BLOCK_SIZE, PAYLOAD_BYTES, make_chain, make_spec
+from tests.support.tenants import Entry, write_tenants
 from tests.support.valkey import ValkeyServer, shared_valkey, valkey
 
 __all__ = ["asking", "client", "model", "prompt", "server", "shared_valkey", "valkey"]
@@ -86,6 +87,81 @@ def test_status_counts_what_happened(asking: Asking, server: Sidecar, client: Cl
     assert "\nredis: none is configured\n" in text
     assert re.search(r"^limit +32\.0 MiB$", text, re.MULTILINE)
     assert re.search(r"^asked +[\d,]+", asking.text("status"), re.MULTILINE)
+
+
+def test_status_shows_what_is_never_read_who_holds_most_and_other_sizes(client: Client) -> None:
+    with sidecar() as alone, client_of(MAPPED, alone.address) as own:
+        asking, spec, other = Asking(alone.address), make_spec("most"), make_spec("least")
+        chain = store(own.namespace(spec), LETTERS)
+        store(own.namespace(other), "a")
+        own.namespace(spec).acquire(make_chain(spec, LETTERS[:3])).release()
+        eventually(lambda: asking.facts("status")["what_if"][0]["asked_tokens"] == 3 * BLOCK_SIZE)
+        facts, text = asking.facts("status"), asking.text("status")
+        (host,) = [tier["pool"] for tier in facts["tiers"] if tier["pool"]]
+        assert host["unread_bytes"] == (len(chain) - 3 + 1) * PAYLOAD_BYTES
+        assert [each["model"] for each in facts["busiest_namespaces"]] == ["most", "least"]
+        assert facts["busiest_namespaces"][0] == {
+            "namespace": spec.root.digest.hex(),
+            "tenant": "",
+            "model": "most",
+            "blocks": {"host": len(chain)},
+            "payload_bytes": len(chain) * PAYLOAD_BYTES,
+        }
+        sizes = {each["scale"]: each["capacity_bytes"] for each in facts["what_if"]}
+        assert sizes == {scale: host["limit_bytes"] * scale for scale in (0.25, 0.5, 1.0, 2.0, 4.0)}
+        assert re.search(r"^of it never read +5\.0 KiB$", text, re.MULTILINE)
+        assert re.search(r"^most +7 +7\.0 KiB$", text, re.MULTILINE)
+        assert re.search(r"^0\.25 times as large +8\.0 MiB +0\.0%$", text, re.MULTILINE)
+
+
+def test_events_are_printed_one_a_line_and_from_a_cursor_on(
+    asking: Asking, client: Client, model: str
+) -> None:
+    namespace = client.namespace(make_spec(model))
+    with Operator(asking.address) as operator:
+        start = next(operator.events())
+    put(namespace, make_chain(make_spec(model), "abcdexyz"))
+    asking.facts("clear", "--namespace", root_of(model), "--yes")
+    since = f"{start.epoch}:{start.sequence}"
+    first = asking.facts("events", "--since", since, "--count", "1")
+    assert (first["model"], first["tier"], first["removed"], len(first["hashes"])) == (
+        model,
+        "host",
+        False,
+        3,
+    )
+    assert (first["epoch"], first["sequence"], first["lost"]) == (start.epoch, start.sequence + 1, False)
+    lines = asking.text("events", "--since", since, "--count", "2").splitlines()
+    assert lines[0] == f"{start.epoch}:{start.sequence + 1} 3 blocks of {model} stored in host, shard 0.1.0.1"
+    assert lines[1].endswith("removed from host (cleared), shard 0.1.0.1")
+    lost = asking.facts("events", "--since", "1:5", "--count", "1")
+    assert lost["lost"] is True
+    assert "expected a cursor" in asking.refusal("events", "--since", "yesterday")
+
+
+def test_shares_are_listed_and_set(tmp_path: Path) -> None:
+    tenant = Entry("ops", "admin = true")
+    token = tmp_path / "token"
+    token.write_text(tenant.token)
+    tenants = write_tenants(tmp_path / "tenants.toml", tenant)
+    with sidecar(tenants_file=str(tenants)) as guarded:
+        asking, secret = Asking(guarded.address), ("--token-file", token)
+        assert asking.facts("quota", *secret) == {
+            "tenants": [{"name": "ops", "share_bytes": 0, "ready_bytes": 0}]
+        }
+        set_to = asking.facts("quota", "ops", "4MiB", *secret)
+        assert set_to == {"tenant": "ops", "share_bytes": 4 << 20}
+        assert re.search(r"^ops +4\.0 MiB +0 B$", asking.text("quota", *secret), re.MULTILINE)
+        assert asking.facts("quota", "ops", "0", *secret)["share_bytes"] == 0
+        assert "SIZE is 'much'" in asking.refusal("quota", "ops", "much", *secret)
+        assert "without SIZE" in asking.refusal("quota", "ops", *secret)
+        assert "tenant 'nobody' is not known" in asking.refusal("quota", "nobody", "1MiB", *secret)
+        assert "the pool has" in asking.refusal("quota", "ops", "1TiB", *secret)
+
+
+def test_a_server_without_tenants_has_no_shares(asking: Asking) -> None:
+    assert asking.facts("quota") == {"tenants": []}
+    assert "has no tenants" in asking.text("quota")
 
 
 def test_a_tier_that_is_down_is_status_1() -> None:

@@ -95,6 +95,7 @@ def test_explain_tells_of_each_block_where_it_is_or_why_not(asking: Asking, mode
     gap = {"tiers": [], "cause": "cold", "being_written": False}
     assert facts["runs"] == [{"first": 0, "last": 4, **run}, {"first": 5, "last": 6, **gap}]
     assert (facts["prompt_tokens"], facts["tail_tokens"], facts["leading_blocks"]) == (TOKENS, TAIL, STORED)
+    assert list(facts["advice"]) == ["cold"]
     chain = make_chain(make_spec(model), LETTERS)
     assert [block["hash"] for block in facts["blocks"]] == [
         chain.hashes[16 * index : 16 * (index + 1)].hex() for index in range(len(LETTERS))
@@ -111,6 +112,7 @@ def test_explain_for_people_is_one_line_a_run(asking: Asking, model: str, prompt
     assert re.fullmatch(r"5-6 +missing +cold: nobody stored these tokens .*", lines[3])
     assert lines[4] == "tail: 1 token past the last whole block, always computed"
     assert lines[5] == "usable: 20 tokens (69.0%), the leading run"
+    assert lines[6].startswith("what to do, cold: the next request that computes it stores it; ")
 
 
 def test_a_block_that_is_being_written_is_told_as_such(

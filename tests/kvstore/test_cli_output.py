@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvstore.block import MissCause, TierName
 from kvstore.commands import output
-from kvstore.commands.lookup import leading_blocks, runs_of
+from kvstore.commands.lookup import advice, leading_blocks, runs_of
 from kvstore.commands.output import Answer, Grid, render, show
 from kvstore.service.reports import BlockReport
 
@@ -139,5 +139,6 @@ def test_every_cause_has_its_reason_in_words_and_an_unknown_one_is_passed_on() -
     for cause in MissCause:
         (run,) = runs_of([block(0, cause=cause)])
         assert run.why.startswith(f"{cause}: ")
+        assert list(advice([run])) == [cause]
     (run,) = runs_of([block(0, cause="cosmic")])
     assert run.why == "cosmic"

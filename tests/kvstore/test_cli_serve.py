@@ -66,7 +66,7 @@ def test_serve_tells_people_on_stderr(memory: Path) -> None:
     with spawn("serve", *settings_in(memory), "--log-level", "info") as process:
         assert process.stderr is not None
         lines: list[str] = []
-        while not any(line.startswith("metrics and health: ") for line in lines):
+        while not any(line.startswith("live page, metrics and health: ") for line in lines):
             lines.append(process.stderr.readline())
             assert lines[-1], lines
         process.terminate()

@@ -11,8 +11,7 @@ import pytest
 from kvstore.block import WHOLE, MissCause, Shard, TierName
 from kvstore.errors import LeaseError, NamespaceError
 from kvstore.events import RequestSettled, TokensProbed
-from kvstore.hints import NO_HINTS
-from kvstore.lease import LeaseTable
+from kvstore.lease import LeaseTable, Terms
 from kvstore.store import BlockStatus, StoreOptions
 from tests.support.stores import (
     SPLIT,
@@ -271,7 +270,7 @@ class TestLookup:
 class TestTable:
     def test_a_lease_is_found_by_its_owner_only(self) -> None:
         table = LeaseTable()
-        lease = table.open(("me", "r"), make_chain(SPEC, "a"), (WHOLE,), 10.0, NO_HINTS)
+        lease = table.open(("me", "r"), make_chain(SPEC, "a"), (WHOLE,), 10.0, Terms())
         assert table.get(lease.id, "me") is lease
         with pytest.raises(LeaseError, match=f"lease {lease.id} is not held by 'you'"):
             table.get(lease.id, "you")
@@ -282,7 +281,7 @@ class TestTable:
     def test_renewed_leases_are_not_overdue(self) -> None:
         table = LeaseTable()
         chain = make_chain(SPEC, "a")
-        leases = [table.open(("", str(each)), chain, (WHOLE,), 10.0 + each, NO_HINTS) for each in range(3)]
+        leases = [table.open(("", str(each)), chain, (WHOLE,), 10.0 + each, Terms()) for each in range(3)]
         table.renew(leases[0], 20.0)
         assert table.overdue(11.5) == [leases[1]]
         table.close(leases[1])
@@ -292,7 +291,7 @@ class TestTable:
         table = LeaseTable()
         chain = make_chain(SPEC, "a")
         for number in range(20_000):
-            lease = table.open(("", str(number)), chain, (WHOLE,), 10.0, NO_HINTS)
+            lease = table.open(("", str(number)), chain, (WHOLE,), 10.0, Terms())
             table.renew(lease, 11.0)
         began = time.perf_counter()
         assert len(table.overdue(12.0)) == 20_000

@@ -57,6 +57,12 @@ GOLDEN: Samples = {
     'kvstore_tier_healthy{tier="redis"}': 1,
     # The two behind the damaged block, which no request could use.
     'kvstore_unread_bytes{tier="host"}': 2 * PAYLOAD_BYTES,
+    'kvstore_resident_bytes{tier="host",model="tiny"}': 5 * PAYLOAD_BYTES,
+    'kvstore_whatif_asked_tokens_total{scale="1"}': 30,
+    'kvstore_whatif_missed_tokens_total{scale="1"}': 10,
+    'kvstore_whatif_capacity_bytes{scale="1"}': 1000,
+    'kvstore_skipped_requests_total{by="whatif"}': 1,
+    'kvstore_skipped_requests_total{by="recording"}': 1,
     'kvstore_background_failures_total{task="growth"}': 1,
     'kvstore_background_failures_total{task="tick"}': 1,
 }

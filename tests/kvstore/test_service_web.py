@@ -47,6 +47,22 @@ def scrape(server: Sidecar) -> Samples:
     }
 
 
+def said(server: Sidecar) -> dict[str, float]:
+    """Counts and gauges of /metrics, all models together."""
+    found: dict[str, float] = {}
+    for (name, labels), value in scrape(server).items():
+        if not name.endswith(("_bucket", "_sum", "_count")):
+            key = f"{name}{sorted(pair for pair in labels if pair[0] != 'model')}"
+            found[key] = found.get(key, 0.0) + value
+    return found
+
+
+def told(server: Sidecar) -> dict[str, float]:
+    """What the page is told."""
+    samples = json.loads(get(server, "/live.json")[1])["samples"]
+    return {f"{each['name']}{sorted(each['labels'].items())}": each["value"] for each in samples}
+
+
 class Counted:
     """What is counted from here on."""
 
@@ -168,6 +184,7 @@ class TestWorkload:
         assert eventually(cancelled), counted.of("kvstore_rpc_seconds_count")
 
 
+PAGES = ("/", "/metrics", "/live.json", "/history.json")
 STATES = ("free", "ready", "staged", "quarantined")
 
 
@@ -227,6 +244,12 @@ class TestRefusals:
             ):
                 raw.status()
             assert counted.of("kvstore_refused_requests_total") == {("credentials",): 2}
+            with dialled(server.address, Credentials(Entry("search").token)) as raw:
+                raw.register(spec("m")).write(PROMPT)
+            shown = "".join(get(server, page)[1] for page in PAGES)
+            assert '"m"' in shown
+            for secret in (Entry("search").token, Entry("search").salt.hex(), '"search"'):
+                assert secret not in shown
 
 
 class TestPages:
@@ -237,7 +260,8 @@ class TestPages:
         assert {name for name in named if not name.endswith("_created")} == set(METRICS)
 
     def test_nothing_that_identifies_a_prompt_or_a_tenant(self, server: Sidecar, peer: Peer) -> None:
-        _, text = get(server, "/metrics")
+        text = "".join(get(server, page)[1] for page in PAGES)
+        assert peer.request.spec.model in text
         for secret in (peer.answer.namespace, peer.chain(PROMPT).hashes[:16]):
             assert secret.hex() not in text
 
@@ -249,6 +273,24 @@ class TestPages:
         }
         assert len(models) == 51
         assert "other" in models
+
+    def test_the_page_is_told_what_metrics_say(self, server: Sidecar, peer: Peer) -> None:
+        """Every count and gauge, all models together; nothing that /metrics does not have."""
+        peer.release(peer.hold(PROMPT, "r"))
+        # What beside the store follows is counted a moment later.
+        assert eventually(lambda: told(server) == said(server)), (told(server), said(server))
+        live = json.loads(get(server, "/live.json")[1])
+        assert (live["state"], live["ready"]) == ("serving", True)
+        models = {use["model"]: use for use in live["namespaces"]}
+        use = models[peer.request.spec.model]
+        assert (use["blocks"], use["bytes"], use["block_size"]) == (8, 8192, 16)
+
+    def test_an_hour_of_them_is_remembered(self, server: Sidecar) -> None:
+        first, later = (json.loads(get(server, page)[1]) for page in ("/history.json", "/live.json"))
+        assert first["instance"] == later["instance"]
+        names = {series["name"] for series in first["series"]}
+        assert "kvstore_pool_bytes" in names
+        assert {len(series["values"]) for series in first["series"]} == {len(first["ages_seconds"])}
 
     def test_health(self, server: Sidecar) -> None:
         assert get(server, "/healthz") == (200, "ok\n")
@@ -262,12 +304,27 @@ class TestPages:
     def test_what_is_not_there(self, server: Sidecar) -> None:
         status, body = get(server, "/env")
         assert status == 404
-        assert all(path in body for path in ("/metrics", "/healthz", "/readyz"))
+        assert all(path in body for path in ("/, ", *PAGES[1:], "/healthz", "/readyz"))
 
     def test_no_port_is_wanted(self) -> None:
         with sidecar(http_listen="none") as server, dialled(server.address) as raw:
             assert server.serving["http"] is None
             assert raw.register(spec("m")).matched(PROMPT) == 0
+
+
+def test_a_scrape_while_it_drains() -> None:
+    """The last counts are there until the end; the page says what goes on."""
+    with sidecar(pool_bytes="4MiB") as server, dialled(server.address) as raw:
+        peer = raw.register(spec("m"))
+        peer.write(PROMPT)
+        lease = peer.hold(PROMPT, "r")
+        server.process.terminate()
+        assert eventually(lambda: json.loads(get(server, "/live.json")[1])["state"] == "draining")
+        assert [get(server, page)[0] for page in (*PAGES, "/healthz")] == [200] * 5
+        assert get(server, "/readyz")[0] == 503
+        assert scrape(server)["kvstore_leases", ()] == 1
+        peer.release(lease)
+        assert server.process.wait(20) == 0
 
 
 @pytest.mark.redis

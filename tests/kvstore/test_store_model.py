@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.block import Chain, MissCause, TierName
-from kvstore.events import BlocksDropped, BlocksRemoved, DropCause, RemovalCause, RequestSettled
+from kvstore.events import BlocksDropped, BlocksRemoved, BlocksStored, DropCause, RemovalCause, RequestSettled
+from kvstore.store import Demotion
 from tests.support.faulty_tier import Fault
 from tests.support.store_model import SPECS, StoreModel
 from tests.support.stores import make_chain
@@ -63,9 +64,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = StoreModel(seed)
 
     @precondition(lambda self: len(self.model.requests) < MOST_OF_A_KIND)
-    @rule(chain=prompts)
-    def acquire(self, chain: Chain) -> None:
-        self.model.acquire(chain)
+    @rule(chain=prompts, first_block=st.just(0) | numbers)
+    def acquire(self, chain: Chain, first_block: int) -> None:
+        self.model.acquire(chain, first_block)
 
     @precondition(lambda self: self.model.requests)
     @rule(pick=picks, how=st.sampled_from(USES), number=numbers)
@@ -169,7 +170,7 @@ class Walk:
 
     def begin_to_read(self) -> None:
         if len(self.model.requests) < MOST_OF_A_KIND:
-            self.model.acquire(self.prompt())
+            self.model.acquire(self.prompt(), self._random.choice([0, 0, 0, 1, 2]))
 
     def go_on_reading(self) -> None:
         if self.model.requests:
@@ -214,6 +215,7 @@ def test_random_walks_keep_the_promise_and_reach_everything(caplog: pytest.LogCa
     faults: Counter[Fault] = Counter()
     removals: set[tuple[TierName, RemovalCause]] = set()
     drops: set[tuple[TierName, DropCause]] = set()
+    copied: Counter[Demotion] = Counter()
     for seed in range(10):
         walk = Walk(seed)
         for _ in range(500):
@@ -225,6 +227,9 @@ def test_random_walks_keep_the_promise_and_reach_everything(caplog: pytest.LogCa
             hits.update(event.hit_tokens)
             misses.update(event.miss_tokens)
         removals |= {(event.tier, event.cause) for event in walk.model.rig.events.of(BlocksRemoved)}
+        copied[walk.model.mode] += sum(
+            event.tier is TierName.REDIS for event in walk.model.rig.events.of(BlocksStored)
+        )
         drops |= {(event.tier, event.cause) for event in walk.model.rig.events.of(BlocksDropped)}
     assert set(hits) == {*TierName}
     assert set(misses) >= {
@@ -238,6 +243,7 @@ def test_random_walks_keep_the_promise_and_reach_everything(caplog: pytest.LogCa
         MissCause.QUOTA,
     }
     assert set(faults) == {*Fault}
+    assert min(copied[mode] for mode in Demotion) > 0
     for tier in (TierName.DEVICE, TierName.HOST):
         assert {(tier, RemovalCause.CAPACITY), (tier, RemovalCause.RECLAIMED)} <= removals
     assert (TierName.REDIS, RemovalCause.CORRUPT) in removals

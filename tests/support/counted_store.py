@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvstore.block import WHOLE, Chain
+from kvstore.block import WHOLE, Chain, TierName
 from kvstore.metrics import Metrics, Readings, StoreGauges
 from kvstore.spec import NamespaceSpec
 from kvstore.store import TieredStore, Tiers
 from kvstore.tiers.host import HostTier
+from kvstore.whatif import Estimate
 from tests.support.dict_tier import DictTier
 from tests.support.stores import FakeClock, Recorder, Rig, make_chain, make_host, pool_folder
 
@@ -54,6 +55,9 @@ def readings_of(store: TieredStore) -> Readings:
         redis_queue_bytes=lambda: store.queued_bytes,
         listener_failures=lambda: store.listener_failures,
         background_failures=lambda: {"tick": 1, "growth": 1},
+        resident_bytes=lambda: {("host", "tiny"): store.usage()[TierName.HOST].ready},
+        what_if=lambda: [Estimate(1.0, 1000, 30, 10)],
+        skipped_requests=lambda: {"whatif": 1, "recording": 1},
     )
 
 

@@ -63,7 +63,11 @@ class Proxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._target_port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                client.close()
+                continue
             self._sockets += [client, server]
             pumps = [
                 threading.Thread(target=self._commands, args=(client, server)),

@@ -15,6 +15,7 @@ import redis
 
 from kvstore.tiers.redis_connection import slot_of
 from kvstore.tiers.redis_embedded import find_server
+from tests.support.redis_tls import make_certificates, start_tls, tls_server, tls_settings
 from tests.support.valkey import ValkeyServer, eventually
 
 SERVICE = "blocks"
@@ -55,39 +56,65 @@ class Fleet:
 
 
 class SentinelFleet(Fleet):
-    """A primary, a replica, and a sentinel that makes the replica the primary within a second or two."""
+    """A primary, a replica, and a sentinel that makes the replica the primary within a second or two.
 
-    def __init__(self, folder: Path) -> None:
+    With TLS, nobody speaks to anybody without it, but for the tests' own clients of the servers.
+    """
+
+    def __init__(self, folder: Path, *, tls: bool = False) -> None:
         super().__init__()
+        self._certificates = make_certificates(folder) if tls else None
         settings = {"repl-diskless-sync-delay": "0", "repl-timeout": "2"}
-        self.primary = self.start(folder / "primary", settings)
-        self.replica = self.start(folder / "replica", settings)
-        self.replica.client.replicaof("127.0.0.1", self.primary.port)
+        self.primary = self._start_one(folder / "primary", settings)
+        self.replica = self._start_one(folder / "replica", settings)
+        self.replica.client.replicaof("127.0.0.1", self.port_of(self.primary))
         self.client = self.primary.client
-        self._port = free_port()
         self._start_sentinel(folder)
         # A sentinel that is not there comes first: it costs nothing but the next one's answer.
-        self.url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{self._port}/{SERVICE}"
+        hosts = f"127.0.0.1:{free_port()},127.0.0.1:{self._port}/{SERVICE}"
+        self.url = f"rediss+sentinel://{hosts}?{self._query}" if tls else f"redis+sentinel://{hosts}"
 
     def clear(self) -> None:
         self.primary.clear()
 
+    def port_of(self, server: ValkeyServer) -> int:
+        """Where others reach it."""
+        return int(server.setting("tls-port")) if self._certificates else server.port
+
+    def _start_one(self, folder: Path, settings: dict[str, str]) -> ValkeyServer:
+        if self._certificates is None:
+            return self.start(folder, settings)
+        folder.mkdir()
+        secure = settings | {"tls-replication": "yes"}
+        server, self._query = start_tls(folder, self._certificates, **secure)
+        self.stack.callback(server.close)
+        return server
+
     def _start_sentinel(self, folder: Path) -> None:
         configuration = folder / "sentinel.conf"
+        settings = {"port": str(free_port()), "bind": "127.0.0.1", "dir": str(folder)}
+        self._port, binary = int(settings["port"]), find_server()
+        client_settings: dict[str, Any] = {"host": "127.0.0.1"}
+        if self._certificates is not None:
+            settings |= tls_settings(self._certificates) | {"port": "0", "tls-replication": "yes"}
+            self._port, binary = int(settings["tls-port"]), tls_server()
+            names = {"ca_certs": "ca.pem", "certfile": "server.pem", "keyfile": "server.key"}
+            client_settings |= {f"ssl_{name}": self._certificates / file for name, file in names.items()}
+            client_settings["ssl"] = True
         configuration.write_text(
-            f"port {self._port}\nbind 127.0.0.1\ndir {folder}\n"
-            f"sentinel monitor {SERVICE} 127.0.0.1 {self.primary.port} 1\n"
+            "".join(f"{name} {value}\n" for name, value in settings.items())
+            + f"sentinel monitor {SERVICE} 127.0.0.1 {self.port_of(self.primary)} 1\n"
             f"sentinel down-after-milliseconds {SERVICE} 300\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
         )
         self._sentinel = subprocess.Popen(
-            [find_server(), configuration, "--sentinel"],
+            [binary, configuration, "--sentinel"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         self.stack.callback(self.stop_sentinel)
-        self.sentinel = redis.Redis(port=self._port, protocol=2, decode_responses=True)
+        self.sentinel = redis.Redis(port=self._port, protocol=2, decode_responses=True, **client_settings)
         self.stack.callback(self.sentinel.close)
         assert eventually(self._is_ready, 10), "the sentinel does not see primary and replica"
 
@@ -102,8 +129,11 @@ class SentinelFleet(Fleet):
         assert eventually(lambda: self._state()["flags"] == "master", 10)
 
     def role_of_replica(self) -> str:
-        """``slave`` before a failover, ``master`` after it."""
-        return str(self.replica.client.info("replication")["role"])
+        """``slave`` before a failover, ``master`` after it, nothing while it closes all connections."""
+        try:
+            return str(self.replica.client.info("replication")["role"])
+        except redis.ConnectionError:
+            return ""
 
     def _state(self) -> Any:
         return self.sentinel.sentinel_master(SERVICE)

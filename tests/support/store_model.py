@@ -19,7 +19,7 @@ from kvstore.block import WHOLE, BlockRows, Chain, Shard, SlotArray, TierName
 from kvstore.errors import LeaseError, WriteError
 from kvstore.events import BlocksRemoved, BlocksStored, RequestSettled
 from kvstore.lease import Lease
-from kvstore.store import BlockStatus, StoreOptions, Write
+from kvstore.store import BlockStatus, Demotion, StoreOptions, Write
 from kvstore.tiers.base import Payload
 from kvstore.tiers.memory import MemoryTier
 from tests.support.dict_tier import DictTier
@@ -45,6 +45,14 @@ SPECS = {
     "divided": make_spec("divided", block_size=4, payload_bytes=448),
 }
 _STRANGERS = "\u4e00"
+_MODES = (
+    Demotion.WRITE_THROUGH,
+    Demotion.ON_EVICT,
+    Demotion.WRITE_THROUGH,
+    Demotion.ON_REUSE,
+    Demotion.WRITE_THROUGH,
+)
+"""By seed. Where less is copied to redis there is less to promote, so most have it all."""
 
 Identity = tuple[bytes, str, bytes, int]
 
@@ -124,8 +132,13 @@ class StoreModel:
         self._heard = 0
         self._strangers = count(ord(_STRANGERS))
         self._stack = contextlib.ExitStack()
+        self.mode = _MODES[seed % len(_MODES)]
         times = StoreOptions(
-            lease_seconds=LEASE_SECONDS, write_seconds=WRITE_SECONDS, batch_bytes=1400, threads=1
+            lease_seconds=LEASE_SECONDS,
+            write_seconds=WRITE_SECONDS,
+            batch_bytes=1400,
+            threads=1,
+            demotion=self.mode,
         )
         self.rig: Rig = self._stack.enter_context(
             make_rig(
@@ -138,17 +151,18 @@ class StoreModel:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def acquire(self, chain: Chain) -> None:
-        shards = SHARDS[model_of(chain)]
-        expected = min(self._leading_run(chain, shard) for shard in shards)
+    def acquire(self, chain: Chain, first_block: int = 0) -> None:
+        shards, first_block = SHARDS[model_of(chain)], min(first_block, len(chain))
+        expected = min(self._run(chain, shard, first_block) for shard in shards)
         probed = {
             self.store.lookup(chain, (shard,), tiers={TierName.DEVICE, TierName.HOST}).matched
             for shard in shards
         }
-        lease = self.store.acquire(f"request {self.asked}", chain, shards)
+        lease = self.store.acquire(f"request {self.asked}", chain, shards, first_block=first_block)
         self.asked += 1
-        assert lease.blocks == expected == min(probed) // chain.root.block_size
-        assert self.store.acquire(lease.request_id, chain, shards) is lease
+        assert lease.blocks == expected
+        assert first_block or expected == min(probed) // chain.root.block_size
+        assert self.store.acquire(lease.request_id, chain, shards, first_block=first_block) is lease
         self.requests.append(Request(lease))
 
     def renew(self, request: Request) -> None:
@@ -174,8 +188,8 @@ class StoreModel:
         """What a model does: it computes what follows its lease, straight in the device tier."""
         lease = request.lease
         shard, size = lease.shards[0], SPECS[model_of(lease.chain)].payload_bytes_on()
-        room = self.store.reserve(lease.chain.namespace, min(most, len(lease.chain) - lease.blocks), shard)
-        rows = lease.chain.rows(shard, lease.blocks, lease.blocks + len(room))
+        room = self.store.reserve(lease.chain.namespace, min(most, len(lease.chain) - lease.end), shard)
+        rows = lease.chain.rows(shard, lease.end, lease.end + len(room))
         for block, slot in enumerate(room.tolist()):
             self.rig.top.write_slot(slot, payload_of(rows, block, size))
         kept = set(self.store.publish(lease, rows, room).tolist())
@@ -309,7 +323,7 @@ class StoreModel:
         lease = request.lease
         self.rig.assert_promised(lease)
         for shard in lease.shards:
-            promised = identities(lease.chain.rows(shard, 0, lease.blocks))
+            promised = identities(lease.chain.rows(shard, lease.first_block, lease.end))
             assert self._written.issuperset(promised), "nobody ever committed this"
         for place in request.published:
             assert place.is_unchanged()
@@ -341,8 +355,8 @@ class StoreModel:
         slot = space.ready.get(rows.hash_at(block))
         return slot is not None and identities(tier.pool.rows_of(_slots(slot))) == [identities(rows)[block]]
 
-    def _leading_run(self, chain: Chain, shard: Shard) -> int:
-        rows = chain.rows(shard)
+    def _run(self, chain: Chain, shard: Shard, first_block: int) -> int:
+        rows = chain.rows(shard, first_block)
         tiers = (self.rig.top, self.rig.host)
         found = [any(self._has(tier, rows, block) for tier in tiers) for block in range(len(rows))]
         return [*found, False].index(False)

@@ -228,7 +228,7 @@ class Rig:
         """Every promised block is where the lease says, with the right bytes, in order, without a gap."""
         for shard in lease.shards:
             rows = lease.chain.rows(shard)
-            position = 0
+            position = lease.first_block
             for segment in lease.segments.get(shard, []):
                 assert segment.start == position
                 tier = self.tier(segment.tier)
@@ -240,7 +240,7 @@ class Rig:
                     expected = payload_of(rows, position, space.payload_bytes)
                     assert target.tobytes() == expected.tobytes(), f"block {position} of {shard} is wrong"
                     position += 1
-            assert position == lease.blocks, "the lease promises what it does not name"
+            assert position == lease.end, "the lease promises what it does not name"
 
     def fill_up(self, spec: NamespaceSpec, tag: str = "p") -> int:
         """Write one-block prompts until the host tier has evicted all that it may; blocks written."""

@@ -22,9 +22,11 @@ from kvstore.spec import slot_bytes_for
 from kvstore.table import SlotState
 from kvstore.tiers.memory import MemoryTier
 from prefill.assemble import Worker, build_worker
-from prefill.engine import Engine
+from prefill.engine import Engine, EngineOptions
+from prefill.handoff import Handoff
 from prefill.model import LoadedModel, load_model
-from prefill.request import Request, Result
+from prefill.output import StepOutput
+from prefill.request import FinishReason, Request, Result
 from tests.support.models import VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.support.stores import pool_folder
 
@@ -61,7 +63,9 @@ class WorkerOptions:
     extent_bytes: int = 2 << 20
     redis_url: str | None = None
     lease_seconds: float = 30.0
+    device: str = "cpu"
     listeners: tuple[Listener, ...] = ()
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 @contextmanager
@@ -88,6 +92,7 @@ def make_worker(
             pool_path=folder / "pool",
             pool_bytes=made.host_extents * made.extent_bytes,
             extent_bytes=made.extent_bytes,
+            device=made.device,
             device_bytes=made.device_blocks * slot_bytes_for(loaded.spec.block_bytes(BLOCK_SIZE)),
             block_size=BLOCK_SIZE,
             redis_url=made.redis_url,
@@ -95,7 +100,7 @@ def make_worker(
             redis_acquire_seconds=10.0,
             lease_seconds=made.lease_seconds,
         )
-        worker = build_worker(loaded, config, clock=clock, listeners=made.listeners)
+        worker = build_worker(loaded, config, clock=clock, listeners=made.listeners, options=made.engine)
         try:
             yield worker
         finally:
@@ -118,12 +123,43 @@ def answer(engine: Engine, request: Request) -> Result:
     return result
 
 
+def results_of(outputs: list[StepOutput]) -> dict[str, Result]:
+    """Results by request id; an error is raised."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return {each.request_id: each.result for each in outputs if each.result is not None}
+
+
 def work_off(engine: Engine) -> dict[str, Result]:
-    """Step until nothing is left; results by request id."""
+    """Step until nothing is left; results by request id. Every token must come once, and in order."""
     results: dict[str, Result] = {}
+    tokens: dict[str, list[int]] = {}
     while not engine.idle:
-        results.update((result.request_id, result) for result in engine.step())
+        outputs = engine.step()
+        results.update(results_of(outputs))
+        for output in outputs:
+            if output.token is not None:
+                tokens.setdefault(output.request_id, []).append(output.token)
+    for name, said in tokens.items():
+        assert results[name].tokens[-len(said) :] == said
     return results
+
+
+def hand_over(engine: Engine, request: Request) -> Handoff:
+    """Prefill one request for another engine; what else runs goes on meanwhile, unheard."""
+    engine.submit_prefill(request)
+    while True:
+        for output in engine.step():
+            if output.request_id == request.request_id:
+                assert (output.token, output.finished) == (
+                    None,
+                    None,
+                ) or output.finished is FinishReason.ERROR
+                if output.error is not None:
+                    raise output.error
+                assert output.handoff is not None
+                return output.handoff
 
 
 def empty(tier: MemoryTier) -> None:

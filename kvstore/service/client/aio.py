@@ -148,12 +148,13 @@ class AsyncNamespace(Namespace):
         extras: Extras | None = None,
         wait_seconds: float = 0.0,
         hints: Hints = NO_HINTS,
+        first_block: int = 0,
     ) -> Opening[AsyncHeldLease]:
         """As ``ClientNamespace.acquire``: ``async with namespace.acquire(…) as lease``, or ``await`` it.
 
         One that is cancelled leaves a lease that runs out by itself.
         """
-        asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints)
+        asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints, first_block)
         return Opening(self._hold(prompt, extras, asked))
 
     async def _hold(self, prompt: Prompt, extras: Extras | None, asked: Acquisition) -> AsyncHeldLease:
@@ -203,9 +204,9 @@ class AsyncHeldLease(Lease):
         """Copy the run's first blocks, one a destination; how many of them are right afterwards."""
         return await self._transport.run(self._copy(destinations, shard))
 
-    async def release(self, used_blocks: int | None = None) -> None:
-        """End the lease and report how many blocks were used; all valid ones if not said. Idempotent."""
-        await self._transport.run(self._release(used_blocks, range(0)))
+    async def release(self, used_blocks: int | None = None, *, hints: Hints | None = None) -> None:
+        """End the lease and report how many blocks were used, as ``HeldLease.release``. Idempotent."""
+        await self._transport.run(self._release(used_blocks, range(0), hints))
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,9 +226,9 @@ class AsyncStagedWrite(Write):
         """As ``StagedWrite.copy_in``."""
         await self._transport.run(self._fill(sources))
 
-    async def commit(self) -> None:
-        """Make the blocks visible, all or none. WriteError where the write is over already."""
-        await self._transport.run(self._commit())
+    async def commit(self, hints: Hints | None = None) -> None:
+        """Make the blocks visible, all or none, as ``StagedWrite.commit``."""
+        await self._transport.run(self._commit(hints))
 
     async def abort(self) -> None:
         """Give the slots back; nothing becomes visible. Idempotent."""

@@ -164,13 +164,16 @@ class ClientNamespace(Namespace):
         extras: Extras | None = None,
         wait_seconds: float = 0.0,
         hints: Hints = NO_HINTS,
+        first_block: int = 0,
     ) -> HeldLease:
-        """Pin the leading run that is resident, and compare it with the prompt.
+        """Pin the run that is resident from ``first_block`` on, and compare it with the prompt.
 
-        Waits up to ``wait_seconds`` for blocks that are on their way from redis. The same
-        ``request_id`` gets the same lease with its progress.
+        The caller has the blocks before ``first_block`` itself: they are neither looked for nor
+        counted. Waits up to ``wait_seconds`` for blocks that are on their way from redis. The same
+        ``request_id`` gets the same lease with its progress. LeaseError for a first block beyond the
+        prompt's, or another one than the request asked for before.
         """
-        asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints)
+        asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints, first_block)
         grant = self._transport.run(self._acquire(prompt, extras, asked))
         if grant.held is not None and grant.held.kept is not None:
             self._renewal.start()
@@ -235,12 +238,19 @@ class HeldLease(Lease):
         """Copy the run's first blocks, one a destination; how many of them are right afterwards."""
         return self._transport.run(self._copy(destinations, shard))
 
-    def release(self, used_blocks: int | None = None, *, borrowed: range = _NOT_BORROWED) -> None:
+    def release(
+        self,
+        used_blocks: int | None = None,
+        *,
+        borrowed: range = _NOT_BORROWED,
+        hints: Hints | None = None,
+    ) -> None:
         """End the lease and report how many blocks were used; all valid ones if not said. Idempotent.
 
-        ``borrowed`` are blocks that borrowers have read on every rank and found valid.
+        ``borrowed`` are blocks that borrowers have read on every rank and found valid. ``hints`` replace
+        those of the acquire; HintsError where one is out of range, and the lease is not ended.
         """
-        self._transport.run(self._release(used_blocks, borrowed))
+        self._transport.run(self._release(used_blocks, borrowed, hints))
 
     def __enter__(self) -> Self:
         return self
@@ -266,9 +276,13 @@ class StagedWrite(Write):
         """
         self._transport.run(self._fill(sources))
 
-    def commit(self) -> None:
-        """Make the blocks visible, all or none. WriteError where the write is over already."""
-        self._transport.run(self._commit())
+    def commit(self, hints: Hints | None = None) -> None:
+        """Make the blocks visible, all or none. WriteError where the write is over already.
+
+        ``hints`` are what the prompt says of its own future, with these blocks at its end; HintsError
+        where one is out of range, and the write stays open.
+        """
+        self._transport.run(self._commit(hints))
 
     def abort(self) -> None:
         """Give the slots back; nothing becomes visible. Idempotent."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstore.block import WHOLE, Chain, MissCause, Shard, TierName
+from kvstore.block import WHOLE, MissCause, Shard, TierName
 from kvstore.errors import LeaseError
+from kvstore.hints import Hints, checked
 from kvstore.service.client.calls import READ_BLOCKS, Steps, receive, work
 from kvstore.service.client.channel import StaleError
 from kvstore.service.client.core import Core
@@ -38,7 +39,6 @@ class Held:
 
     session: Session
     kept: Kept | None
-    chain: Chain
     sizes: dict[Shard, int]
     promise: Promise
     blocks: int
@@ -55,8 +55,9 @@ class Grant:
 
 
 class Lease:
-    """The leading run of a prompt that the server keeps readable until the lease ends.
+    """The run of a prompt, from its first block or the one asked for, that is readable until the lease ends.
 
+    Places in the run count from there.
     Everything here is known without asking. A run may get shorter while it is read: where a payload
     turns out to be damaged, or the lease ran out and blocks were evicted.
     """
@@ -157,18 +158,20 @@ class Lease:
         yield from work(lambda: _copy_all(pairs))
         return min(len(pairs), self.valid(shard))
 
-    def _release(self, used_blocks: int | None, borrowed: range) -> Steps[None]:
+    def _release(self, used_blocks: int | None, borrowed: range, hints: Hints | None) -> Steps[None]:
         """End the lease and tell how many of its blocks were used: by default all that are valid.
 
         ``borrowed`` are blocks whose payloads borrowers compared, on every rank.
         """
+        if hints is not None:
+            checked(hints)
         held = self._held
         if held is None or held.kept is None:
             return
         used = min(map(self.valid, self._limits), default=0)
         if used_blocks is not None:
             used = min(used, used_blocks)
-        use = Use(used, min(used, self._compared(held, borrowed)))
+        use = Use(used, min(used, self._compared(held, borrowed)), hints)
         self._payloads.clear()
         try:
             yield from self._core.leases.release(held.kept, use, self._core.options.rpc_seconds)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from kvstore.errors import KVStoreError
+from kvstore.hints import Hints
 from kvstore.service.client.calls import RELEASE, RENEW, Steps, ask
 from kvstore.service.client.channel import StaleError
+from kvstore.service.client.messages import hints_message
 from kvstore.service.client.options import CallError, Clock, Outcome
 from kvstore.service.client.sessions import Session
 from kvstore.v1 import block_pb2
@@ -25,11 +27,12 @@ class Use(NamedTuple):
     """What a release says of a run: leading ``blocks`` were valid and used.
 
     ``compared`` of them had their checksums compared here, or needed it no more. A client that
-    streams has nothing to say of that.
+    streams has nothing to say of that. ``hints`` None lets those of the acquire stand.
     """
 
     blocks: int
     compared: int
+    hints: Hints | None = None
 
 
 class _Forgotten(NamedTuple):
@@ -168,6 +171,7 @@ def _release(session: Session, lease_id: int, use: Use, seconds: float) -> Steps
         lease_id=lease_id,
         used_blocks=use.blocks,
         compared_blocks=use.compared,
+        hints=hints_message(use.hints),
     )
     yield from ask(RELEASE, request, seconds)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hashing import Extras
 from kvstore.block import Chain, MissCause, Shard, TierName, Uint64Array
 from kvstore.errors import KVStoreError
-from kvstore.hints import Hints
+from kvstore.hints import Hints, checked
 from kvstore.service.client.options import Outcome
 from kvstore.service.codec import TIER_NAMES, Parallelism, spec_of
 from kvstore.spec import NamespaceSpec
@@ -105,6 +105,7 @@ class Acquisition:
     request_id: str
     wait_seconds: float
     hints: Hints
+    first_block: int
 
 
 def prompt_message(chain: Chain, extras: Extras | None, cut: Parallelism) -> types_pb2.Prompt:
@@ -131,7 +132,11 @@ def extras_message(extras: Extras) -> types_pb2.Extras:
     return types_pb2.Extras(request_salt=extras.request_salt or b"", items=items, embeddings=embeddings)
 
 
-def hints_message(hints: Hints) -> block_pb2.Hints:
+def hints_message(hints: Hints | None) -> block_pb2.Hints | None:
+    """HintsError for what the server would refuse; None where nothing is said."""
+    if hints is None:
+        return None
+    checked(hints)
     return block_pb2.Hints(ended=hints.ended, priority=hints.priority, idle_seconds=hints.idle_seconds)
 
 

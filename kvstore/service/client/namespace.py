@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from hashing import Extras, Root, TokenInput, pack_tokens
 from kvstore.block import Chain, MissCause, Shard, TierName
-from kvstore.errors import NamespaceError, WriteError
+from kvstore.errors import LeaseError, NamespaceError, WriteError
 from kvstore.service.client.calls import (
     ACQUIRE,
     BEGIN_WRITE,
@@ -118,6 +118,12 @@ class Namespace:
             return PrefetchResult(error.outcome)
 
     def _acquire(self, prompt: Prompt, extras: Extras | None, asked: Acquisition) -> Steps[Grant]:
+        if asked.first_block and not 0 < asked.first_block <= self._blocks_of(prompt):
+            raise LeaseError(
+                f"first_block is {asked.first_block} of {self._blocks_of(prompt)} blocks; name the first "
+                "block that the caller does not have"
+            )
+
         def steps(known: Registration) -> Steps[Held]:
             chain, session = self._chain(known, prompt, extras), known.session
             request = block_pb2.AcquireRequest(
@@ -127,16 +133,17 @@ class Namespace:
                 prompt=prompt_message(chain, extras, self._cut),
                 wait_seconds=asked.wait_seconds,
                 hints=hints_message(asked.hints),
+                first_block=asked.first_block,
             )
             asked_at = self._core.clock()
             seconds = self._core.options.rpc_seconds + asked.wait_seconds
             promise = promise_of((yield from ask(ACQUIRE, request, seconds)), self.shards)
-            blocks, cause = self._verified(session, chain, promise)
+            blocks, cause = self._verified(session, chain, asked.first_block, promise)
             kept = None
             if promise.lease_id:
                 use = Use(blocks, _compared(session, promise, blocks))
                 kept = self._core.leases.keep(session, promise.lease_id, use, asked_at)
-            return Held(session, kept, chain, known.payload_bytes, promise, blocks, cause)
+            return Held(session, kept, known.payload_bytes, promise, blocks, cause)
 
         try:
             held = yield from self._registered(steps)
@@ -254,13 +261,17 @@ class Namespace:
             return len(prompt)
         return len(pack_tokens(prompt)) // _TOKEN_BYTES // self.spec.block_size
 
-    def _verified(self, session: Session, chain: Chain, promise: Promise) -> tuple[int, MissCause | None]:
+    def _verified(
+        self, session: Session, chain: Chain, first_block: int, promise: Promise
+    ) -> tuple[int, MissCause | None]:
         """The part of the promised run whose rows say that they are this prompt's, on every rank."""
         blocks, cause = promise.blocks, promise.cause
         if not session.mapped or not blocks:
             return blocks, cause
         for shard, places in promise.places.items():
-            found, ended = session.verify(chain.rows(shard, 0, promise.blocks), places)
+            found, ended = session.verify(
+                chain.rows(shard, first_block, first_block + promise.blocks), places
+            )
             if found < blocks:
                 blocks, cause = found, ended
         if not session.current:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import KVStoreError
 
 Clock = Callable[[], float]
 """Seconds that only go forward."""
+
+AroundMapping = Callable[[NDArray[np.uint8]], AbstractContextManager[object]]
+"""Makes a context for the mapped memory: (bytes,) uint8."""
 
 
 class Outcome(StrEnum):
@@ -78,3 +85,5 @@ class ClientOptions:
     """A server that did not answer is left alone for so long; calls fail at once meanwhile."""
     map_pool: bool = True
     """Read and write the server's pool file where it can be mapped; False streams always."""
+    around_mapping: AroundMapping | None = None
+    """Entered with the memory once it is mapped, and left before it is let go: to pin it for a GPU, say."""

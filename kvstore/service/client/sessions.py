@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -38,8 +39,13 @@ class Session:
     """
 
     def __init__(
-        self, answer: block_pb2.RegisterNamespaceResponse, number: int, pool: PoolView | None
+        self,
+        answer: block_pb2.RegisterNamespaceResponse,
+        number: int,
+        pool: PoolView | None,
+        mapping: ExitStack,
     ) -> None:
+        """``mapping`` is closed before the pool is let go."""
         self.epoch: int = answer.epoch
         self.number = number
         self.lease_seconds: float = answer.lease_seconds
@@ -47,6 +53,7 @@ class Session:
         self.mapped = pool is not None
         self._over = False
         self._pool = pool
+        self._mapping = mapping
         self._writes = count(1)
         self._lock = threading.Lock()
 
@@ -105,6 +112,7 @@ class Session:
         with self._lock:
             pool, self._pool, self._over = self._pool, None, True
         if pool is not None:
+            self._mapping.close()
             pool.close()
 
 
@@ -192,7 +200,7 @@ class Sessions:
 
     def _open(self, answer: block_pb2.RegisterNamespaceResponse) -> Session | None:
         if not answer.pool_path:
-            return Session(answer, self._number, None)
+            return Session(answer, self._number, None, ExitStack())
         try:
             pool = PoolView(Path(answer.pool_path), answer.epoch, self._number)
         except ClientNumberTaken:
@@ -203,7 +211,10 @@ class Sessions:
             # Under a new number, too: a registration of the old one that says otherwise may be on its way.
             self._number, self._maps = _draw(), False
             return None
-        return Session(answer, self._number, pool)
+        mapping = ExitStack()
+        if self._options.around_mapping is not None:
+            mapping.enter_context(self._options.around_mapping(pool.memory))
+        return Session(answer, self._number, pool, mapping)
 
     def _renew_identity(self) -> None:
         # Slots that the old number was writing stay out of use as long as its lock is held, which is

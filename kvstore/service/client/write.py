@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.errors import WriteError
+from kvstore.hints import Hints
 from kvstore.service.client.calls import (
     COMMIT_WRITE,
     WRITE_BLOCKS,
@@ -18,7 +19,7 @@ from kvstore.service.client.calls import (
 )
 from kvstore.service.client.channel import StaleError
 from kvstore.service.client.core import Core
-from kvstore.service.client.messages import Slots
+from kvstore.service.client.messages import Slots, hints_message
 from kvstore.service.client.options import CallError, Outcome
 from kvstore.service.client.sessions import Session
 from kvstore.service.client.streams import pieces
@@ -114,17 +115,18 @@ class Write:
                 )
         self._sums = yield from work(lambda: [_copy_and_sum(target, source) for target, source in pairs])
 
-    def _commit(self) -> Steps[None]:
+    def _commit(self, hints: Hints | None = None) -> Steps[None]:
         """Make the blocks visible; WriteError where the write is over already."""
         if not self._open:
             raise WriteError("the write is committed or aborted already; begin another")
+        said = hints_message(hints)
         begun = self._begun
         if begun is None:
             self._open = False
             return
         settled = False
         try:
-            settled = yield from self._try_commit(begun)
+            settled = yield from self._try_commit(begun, said)
         finally:  # also when the caller was cancelled
             self._drop_views()
             if not settled:
@@ -132,14 +134,14 @@ class Write:
         if not settled:
             yield from self._core.settle()
 
-    def _try_commit(self, begun: Begun) -> Steps[bool]:
+    def _try_commit(self, begun: Begun, hints: block_pb2.Hints | None) -> Steps[bool]:
         """Whether the server knows that the write is over."""
         sums = [] if self._late else (yield from work(self._checksums))
         if self._late:
             self._end(Outcome.LOST)
             return False
         try:
-            answer = yield from self._send_commit(begun, sums)
+            answer = yield from self._send_commit(begun, sums, hints)
         except StaleError:
             self._end(Outcome.LOST)
         except CallError as error:
@@ -150,7 +152,9 @@ class Write:
             self.committed_blocks = answer.blocks
         return True
 
-    def _send_commit(self, begun: Begun, sums: list[int]) -> Steps[block_pb2.CommitWriteResponse]:
+    def _send_commit(
+        self, begun: Begun, sums: list[int], hints: block_pb2.Hints | None
+    ) -> Steps[block_pb2.CommitWriteResponse]:
         if not begun.session.mapped and self.payloads:
             yield from self._send_payloads(begun)
         # The server may give the slots away as soon as it has heard of the commit.
@@ -160,6 +164,7 @@ class Write:
             epoch=begun.session.epoch,
             write_id=begun.slots.write_id,
             checksums=np.array(sums, dtype="<u8").tobytes(),
+            hints=hints,
         )
         return (yield from ask(COMMIT_WRITE, request, self._core.options.rpc_seconds))
 

@@ -1,0 +1,55 @@
+"""What a client lets its owner do with the memory that it maps, such as pinning it for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.block import WHOLE
+from kvstore.service.client import Client, ClientOptions
+from tests.support.clients import put
+from tests.support.sidecars import sidecar
+from tests.support.stores import make_chain, make_spec, payload_of
+
+
+def test_the_mapping_has_a_context_of_its_own_for_each_server() -> None:
+    """Entered with all of the pool file, left before it is let go; entered anew for the next server."""
+    seen: list[str] = []
+
+    @contextmanager
+    def around(memory: NDArray[np.uint8]) -> Iterator[None]:
+        seen.append(f"in, readable {memory[0] == memory[0]}")
+        yield
+        seen.append(f"out, {len(memory)} bytes still mapped: {memory[-1] == memory[-1]}")
+
+    spec = make_spec("mapping")
+    chain = make_chain(spec, "abc")
+    options = ClientOptions(reconnect_seconds=0.05, around_mapping=around)
+    with sidecar() as server:
+        with Client(server.address, options=options) as client:
+            put(client.namespace(spec), chain)
+            assert seen == ["in, readable True"]
+            with client.namespace(spec).acquire(chain) as lease:
+                first = lease.views()[0]
+                np.testing.assert_array_equal(first, payload_of(chain.rows(WHOLE), 0, len(first)))
+                del first
+            assert len(seen) == 1
+            server.restart()
+            client.namespace(spec).acquire(chain).release()
+            client.namespace(spec).acquire(chain).release()
+            assert [line.split(",")[0] for line in seen] == ["in", "out", "in"]
+        assert [line.split(",")[0] for line in seen] == ["in", "out", "in", "out"]
+        assert all(line.endswith("True") for line in seen)
+
+
+def test_a_streaming_client_enters_none() -> None:
+    def around(_: NDArray[np.uint8]) -> Iterator[None]:  # pragma: no cover
+        raise AssertionError("there is no mapping")
+
+    spec = make_spec("streaming")
+    options = ClientOptions(map_pool=False, around_mapping=contextmanager(around))
+    with sidecar() as server, Client(server.address, options=options) as client:
+        put(client.namespace(spec), make_chain(spec, "ab"))

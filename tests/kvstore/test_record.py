@@ -1,0 +1,170 @@
+"""Recordings of a real server: what is in them, and that a replay of one hits what the server hit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.block import HASH_BYTES
+from kvstore.errors import ConfigError
+from kvstore.events import RequestSettled
+from kvstore.hints import Hints
+from kvstore.record import Recorder
+from kvstore.simulate import POLICIES, Instance, Workload, replay
+from kvstore.trace import read_trace
+from tests.support.serve_command import fails_to_serve
+from tests.support.sidecars import sidecar
+from tests.support.stores import FakeClock
+from tests.support.stubs import PAYLOAD_BYTES, Peer, dialled, spec, tokens_of
+from tests.support.valkey import eventually
+
+MIB = 1 << 20
+NAMES = {
+    "time",
+    "namespace",
+    "prompt_tokens",
+    "block_size",
+    "hashes",
+    "hit_blocks",
+    "ended",
+    "priority",
+    "idle_seconds",
+}
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(First line, requests)."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    head, *requests = map(json.loads, data.splitlines())
+    return head, requests
+
+
+def recorder(path: Path, max_bytes: int = MIB) -> Recorder:
+    return Recorder(path, max_bytes, clock=FakeClock(), wall_clock=lambda: 0.0)
+
+
+def asked(blocks: int = 2, name: bytes = b"n" * 16, **fields: Any) -> RequestSettled:
+    """A request for the first ``blocks`` of one prompt."""
+    hashes = np.random.default_rng(0).bytes(HASH_BYTES * 4096)[: blocks * HASH_BYTES]
+    return RequestSettled(1001.5, name, blocks * 16, hashes=hashes, **fields)
+
+
+class TestServer:
+    @pytest.mark.parametrize("policy", ["lru", "reuse"])
+    def test_a_replay_of_the_recording_hits_what_the_server_hit(self, tmp_path: Path, policy: str) -> None:
+        path = tmp_path / "trace.jsonl"
+        settings = {"pool_bytes": "64KiB", "extent_bytes": "64KiB", "eviction_policy": policy}
+        with sidecar(record_path=str(path), **settings) as server, dialled(server.address) as raw:
+            peer = raw.register(spec("recorded"))
+            served = list(conversations(peer))
+            capacity = raw.pool().ready_bytes // PAYLOAD_BYTES
+        head, requests = read(path)
+        assert (head["recording"], head["block_size"], set(head)) == (
+            1,
+            16,
+            {"recording", "block_size", "created"},
+        )
+        assert [each["hit_blocks"] for each in requests] == served
+        workload = Workload.of(read_trace([path]))
+        assert 0 < sum(served) < replay(workload, POLICIES[policy](workload), None).hit_blocks
+        instance = Instance(POLICIES[policy](workload), workload, capacity)
+        assert [instance.serve(number) for number in range(len(requests))] == served
+
+    def test_a_path_that_cannot_be_written_is_an_error_at_the_start(self, tmp_path: Path) -> None:
+        said = fails_to_serve(record_path=tmp_path / "nowhere" / "trace.jsonl")
+        assert "record_path = " in said
+        assert "No such file or directory" in said
+
+
+def conversations(peer: Peer) -> Iterator[int]:
+    """Some that grow by turns, more than there is room for; hit blocks of each request."""
+    random = np.random.default_rng(4)
+    turns = [0] * 8
+    for number in range(60):
+        chosen = int(random.integers(len(turns)))
+        turns[chosen] = turns[chosen] % 6 + 1
+        prompt = tokens_of(12, seed=chosen)[: turns[chosen] * 2 * 16]
+        found = peer.acquire(prompt, f"r{number}")
+        peer.write(prompt)
+        if found.lease_id:
+            peer.release(found.lease_id)
+        yield found.blocks
+
+
+def test_a_line_has_what_a_replay_needs_and_nothing_else(tmp_path: Path) -> None:
+    made = recorder(tmp_path / "a.jsonl")
+    made(asked(4, hit_blocks=1, hints=Hints(ended=True, priority=2, idle_seconds=3.5)))
+    made(asked(3, first_block=1, hit_blocks=2))
+    made.close()
+    head, (first, second) = read(made.path)
+    assert head == {"recording": 1, "block_size": 16, "created": "1970-01-01T00:00:00+00:00"}
+    assert set(first) == NAMES
+    assert (first["time"], first["prompt_tokens"], first["hit_blocks"]) == (1.5, 64, 1)
+    assert (first["ended"], first["priority"], first["idle_seconds"]) == (True, 2, 3.5)
+    assert second["hashes"] == first["hashes"][:3], "equal prefixes have equal numbers"
+    assert (second["prompt_tokens"], second["hit_blocks"]) == (3 * 24, 3)
+    assert len(set(first["hashes"])) == 4
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+
+
+def test_names_are_salted_anew_in_each_recording(tmp_path: Path) -> None:
+    """Neither names of blocks nor of namespaces can be found in it, nor two recordings be joined."""
+    lines = []
+    for name in ("a.jsonl", "b.jsonl"):
+        made = recorder(tmp_path / name)
+        made(asked())
+        made.close()
+        content = made.path.read_bytes()
+        assert asked().hashes[:HASH_BYTES].hex().encode() not in content
+        assert str(int.from_bytes(asked().hashes[:8], "little")).encode() not in content
+        assert (b"n" * 16).hex().encode()[:8] not in content
+        lines += read(made.path)[1]
+    assert not set(lines[0]["hashes"]) & set(lines[1]["hashes"])
+    assert lines[0]["namespace"] != lines[1]["namespace"]
+
+
+def test_a_recording_ends_at_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = recorder(tmp_path / "a.jsonl", max_bytes=4096)
+    for _ in range(500):
+        made(asked(8))
+    made.close()
+    assert 4096 <= made.path.stat().st_size < 4096 + 400
+    assert len([each for each in caplog.messages if "is over" in each]) == 1
+    assert read(made.path)[1], "what is there is whole"
+
+
+def test_gzip_by_the_name(tmp_path: Path) -> None:
+    made = recorder(tmp_path / "a.jsonl.gz")
+    made(asked())
+    made.close()
+    made.close()
+    assert len(read(made.path)[1]) == 1
+
+
+def test_a_recording_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    """A server that starts again does not fail and does not overwrite."""
+    (tmp_path / "a.jsonl.gz").write_bytes(b"old")
+    made = [recorder(tmp_path / "a.jsonl.gz") for _ in range(2)]
+    assert [each.path.name for each in made] == ["a.1.jsonl.gz", "a.2.jsonl.gz"]
+    for each in made:
+        each.close()
+    assert (tmp_path / "a.jsonl.gz").read_bytes() == b"old"
+    with pytest.raises(ConfigError, match=r"cannot be written \(Not a directory\)"):
+        recorder(tmp_path / "a.jsonl.gz" / "b")
+
+
+def test_what_is_recorded_is_on_disk_soon(tmp_path: Path) -> None:
+    """A server that is killed loses no more than the last second."""
+    clock = FakeClock()
+    made = Recorder(tmp_path / "a.jsonl", MIB, clock=clock, wall_clock=lambda: 0.0)
+    clock.advance(2.0)
+    made(asked())
+    assert eventually(lambda: made.path.read_bytes().count(b"\n") == 2)
+    made.close()
