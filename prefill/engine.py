@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hashing import Root
@@ -112,22 +112,22 @@ class Engine:
 
         BusyError when the queue is full.
         """
-        self._require_acceptable(*requests)
+        self._require_acceptable(requests)
         for request in requests:
             self._queue(request, Purpose.ANSWER)
 
     def submit_prefill(self, request: Request) -> None:
         """Queue a request whose first token and blocks go to another engine. Raises like ``submit``.
 
-        Its one output is the handoff. Its blocks stay leased until ``acknowledge``, or for the
-        store's ``lease_seconds``.
+        Its one output is the handoff; the answer needs no room here. Its blocks stay leased until
+        ``acknowledge``, or for the store's ``lease_seconds``.
         """
         if not request.reuse:
             raise RequestError(
                 f"request {request.request_id!r} has reuse=False, expected True: a handoff is by way of the "
                 "cache; leave it out, or use submit"
             )
-        self._require_acceptable(request)
+        self._require_acceptable((request,), Purpose.HANDOFF)
         self._queue(request, Purpose.HANDOFF)
 
     def acknowledge(self, request_id: str) -> None:
@@ -143,9 +143,9 @@ class Engine:
         ``submit``, and HandoffError when it does not fit.
         """
         request = handoff.request(self._clock())
+        self._require_acceptable((request,))  # first: only a prompt that may be one is hashed
         chain = Chain.of(self._root, request.tokens, request.extras)
         handoff.require_fitting(chain, self._memory)
-        self._require_acceptable(request)
         self._queue(request, Purpose.RESUMED).take_over(handoff.output, handoff.tail)
 
     def cancel(self, *request_ids: str) -> None:
@@ -254,7 +254,8 @@ class Engine:
             while track.sequence is not None and track.sequence.capacity < track.sequence.computed + tokens:
                 if not track.sequence.grow():
                     self._preempt(self._running[self._scheduler.victim(self._jobs())])
-        return [(track, tokens) for track, tokens in batch if track.sequence is not None]
+        # To let others in may have taken so long that a lease lapsed: what it held may be gone.
+        return [(each, n) for each, n in batch if each.sequence is not None and not each.sequence.lease.over]
 
     def _preempt(self, track: Track) -> None:
         """Take a request's memory and let it wait; what it published is found again when it comes back."""
@@ -366,10 +367,11 @@ class Engine:
         else:
             self._store.pump(_REST_SECONDS)
 
-    def _require_acceptable(self, *requests: Request) -> None:
+    def _require_acceptable(self, requests: Sequence[Request], purpose: Purpose = Purpose.ANSWER) -> None:
         in_use = {*self._intake.names, *self._running, *self._handed}
+        room = self._store.room(self._root.digest)
         for request in requests:
-            require_possible(request, self._memory, self._store.room(self._root.digest))
+            require_possible(request, self._memory, room, answered=purpose is not Purpose.HANDOFF)
             if request.request_id in in_use:
                 raise RequestError(
                     f"request id {request.request_id!r} is in use, expected one that no unfinished request "

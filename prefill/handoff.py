@@ -7,6 +7,7 @@ has no hash, so its keys and values travel in the message. Nothing is pickled.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 import msgpack
@@ -18,11 +19,14 @@ from hashing import ContentItem, Extras
 from kvstore.block import Chain
 from prefill.errors import HandoffError, PromptError
 from prefill.paged import BlockTable, KVMemory
-from prefill.request import GREEDY, Request, Result, Sampling
+from prefill.request import GREEDY, REQUEST_ID_MAX, STOP_IDS_MAX, Request, Result, Sampling
 
 VERSION = 2
 
 _DIGEST_BYTES = 8
+# Bounds on what another process sent: time and memory to read it stay in proportion to a prompt.
+_LIST_MAX = 1 << 20
+_ITEMS_MAX = 1024
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, PromptError, msgpack.UnpackException)
 _KINDS = {
     "request_id": str,
@@ -104,6 +108,16 @@ class Handoff:
             ignore_eos=self.ignore_eos,
         )
 
+    def answers(self, request: Request) -> bool:
+        """Whether it is what came of ``request``, whose seed the prefill side may have chosen."""
+        return (
+            self.tokens == np.asarray(request.tokens, dtype="<u4").tobytes()
+            and self.max_new_tokens == request.max_new_tokens
+            and self.extras == request.extras
+            and self.stop_ids == list(request.stop_ids)
+            and self.ignore_eos == request.ignore_eos
+        )
+
     def to_bytes(self) -> bytes:
         body = bytes(msgpack.packb({"version": VERSION, **asdict(self)}))
         return xxhash.xxh3_64_digest(body) + body
@@ -115,7 +129,7 @@ class Handoff:
         try:
             if xxhash.xxh3_64_digest(body) != data[:_DIGEST_BYTES]:
                 raise ValueError("checksum does not match")
-            fields = msgpack.unpackb(body)
+            fields = msgpack.unpackb(body, max_array_len=_LIST_MAX)
             version = fields.pop("version")
             if version != VERSION:
                 raise HandoffError(
@@ -179,22 +193,31 @@ def _planes(memory: KVMemory) -> int:
 def _require_kinds(fields: dict[str, Any]) -> None:
     """ValueError where a field cannot be what ``Handoff.of`` put there: it came from another machine."""
     for name, kind in _KINDS.items():
-        if not isinstance(fields[name], kind):
+        if type(fields[name]) is not kind:  # a bool is no number here
             raise ValueError(f"{name} is a {type(fields[name]).__name__}, not a {kind.__name__}")
+    if len(fields["request_id"]) > REQUEST_ID_MAX:
+        raise ValueError(f"request_id has more than {REQUEST_ID_MAX} characters")
     if len(fields["tokens"]) % 4:
         raise ValueError(f"tokens are {len(fields['tokens'])} bytes, not whole u32")
     if not fields["output"] or not _are_tokens(fields["output"]):
         raise ValueError("output has no first token")
-    if not _are_tokens(fields["stop_ids"]):
-        raise ValueError("stop_ids are no token ids")
+    if not _are_tokens(fields["stop_ids"]) or len(fields["stop_ids"]) > STOP_IDS_MAX:
+        raise ValueError(f"stop_ids are no token ids, or more than {STOP_IDS_MAX}")
+    if not 0 <= fields["cached_tokens"] <= len(fields["tokens"]) // 4:
+        raise ValueError(f"cached_tokens is {fields['cached_tokens']}, more or less than the prompt has")
+    for name in ("queue_seconds", "execution_seconds"):
+        if not (isfinite(fields[name]) and fields[name] >= 0):
+            raise ValueError(f"{name} is {fields[name]}, which is no duration")
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    return all(isinstance(token, int) and token >= 0 for token in values)
+    return all(type(token) is int and token >= 0 for token in values)
 
 
 def _read_sampling(fields: dict[str, Any]) -> Sampling:
     sampling = Sampling(**fields)
+    if type(sampling.top_k) is not int or type(sampling.seed) not in (int, type(None)):
+        raise ValueError("top_k or seed is no whole number")
     if not sampling.greedy and sampling.seed is None:
         raise ValueError("sampling at random has no seed to go on with")
     return sampling
@@ -203,5 +226,7 @@ def _read_sampling(fields: dict[str, Any]) -> Sampling:
 def _read_extras(fields: dict[str, Any] | None) -> Extras | None:
     if fields is None:
         return None
+    if len(fields["items"]) > _ITEMS_MAX:
+        raise ValueError(f"extras have {len(fields['items'])} items, more than {_ITEMS_MAX}")
     items = tuple(ContentItem(**item) for item in fields["items"])
     return Extras(fields["request_salt"], items, tuple(fields["embeddings"]))

@@ -107,7 +107,7 @@ class Intake:
                 if track is None or len(self._admissions) >= ADMISSIONS_MAX:
                     return None
                 self._open(track)
-            elif follows(admission.track, running, self._place.root):
+            elif admission.lease.over or follows(admission.track, running, self._place.root):
                 self._put_back(admission)
             else:
                 return self._start(admission, running, alone=alone)

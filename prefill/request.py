@@ -14,6 +14,10 @@ from kvstore.block import TierName
 from prefill.errors import PromptError
 
 TEMPERATURE_MAX = 100.0
+REQUEST_ID_MAX = 512
+"""Characters of a request id that comes from outside."""
+STOP_IDS_MAX = 256
+"""Stop ids of a request that comes from outside: each token of its answer is compared with them."""
 _SEED_BITS = 64
 
 
@@ -23,7 +27,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """Its last token ends an answer: one of ``stop_ids``, or of the model's own end tokens."""
     LENGTH = "length"
-    CANCELLED = "cancelled"
     ERROR = "error"
 
 

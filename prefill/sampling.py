@@ -71,4 +71,6 @@ def _race_times(draw: Draw, vocab: int) -> np.ndarray:
     assert draw.sampling.seed is not None
     # Philox is a keyed permutation of a counter: positions of one seed are independent streams.
     bits = np.random.Philox(key=draw.sampling.seed & _KEY_MASK, counter=[0, 0, 0, draw.position])
-    return np.random.Generator(bits).standard_exponential(vocab, dtype=np.float32)
+    # In float32 one in 8 million is exactly 0, and would win the race for a token without any chance.
+    times = np.random.Generator(bits).standard_exponential(vocab)
+    return np.maximum(times, np.finfo(times.dtype).tiny)

@@ -38,6 +38,8 @@ from prefill.service.web_server import WebServer
 from prefill.text import Text
 
 _POLL_SECONDS = 0.02
+_DRAIN_SECONDS = 0.25
+"""Between two looks at whether somebody is in a hurry."""
 _LAST_WORDS_SECONDS = 0.5
 """For errors to reach those whose answers are cut short."""
 _log = logging.getLogger(__name__)
@@ -132,6 +134,7 @@ class Service:
         self._gate = Gate(key, ServiceMetrics(self._registry).count)
         self._driver = self._open_driver(model, opened)
         self._peers: Peers | None = None
+        self._following: asyncio.Task[None] | None = None
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="prefill-tokenize")
         opened.callback(self._tokenizing.shutdown)
 
@@ -174,7 +177,7 @@ class Service:
                 seconds=serve.prefill_seconds,
                 clock=clocks.monotonic,
             )
-        front = Front(self._driver, self._peers)
+        front = Front(self._driver, self._peers, self._loaded.spec.eos_ids)
         self._driver.start()
         await rpc.start(
             PrefillService(
@@ -182,7 +185,9 @@ class Service:
             )
         )
         if web is not None:
-            await web.start(build_app(self._serving(front), self._metrics, lambda: self._driver.alive))
+            await web.start(build_app(self._serving(front), self._metrics, self._driver.is_healthy))
+        following = rpc.follow(self._driver.health_changed, self._driver.is_healthy)
+        self._following = asyncio.create_task(following, name="prefill-health")
 
     async def stop(self, rpc: RpcServer, web: WebServer | None, hurry: asyncio.Event) -> None:
         """Turn new requests away, let those that run end, hand what is queued to Redis, and stop.
@@ -191,6 +196,8 @@ class Service:
         """
         clock, seconds = self._clocks.monotonic, self._config.drain_seconds
         self._gate.draining = True
+        if self._following is not None:
+            self._following.cancel()
         await rpc.tell(serving=False)
         ends_at = clock() + seconds
         if self._gate.running:
@@ -210,8 +217,9 @@ class Service:
         await rpc.stop(_LAST_WORDS_SECONDS)
         if self._peers is not None:
             await self._peers.close()
-        left = 0.0 if hurry.is_set() else max(0.0, ends_at - clock())
-        await self._driver.ask(partial(self._worker.store.drain, left))
+        is_empty = not self._driver.is_healthy()
+        while not (is_empty or hurry.is_set()) and (left := ends_at - clock()) > 0:
+            is_empty = await self._driver.ask(partial(self._worker.store.drain, min(left, _DRAIN_SECONDS)))
         await self._driver.stop()
 
     def _serving(self, front: Front) -> Serving:

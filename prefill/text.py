@@ -20,10 +20,12 @@ _WITHHELD_TOKENS = 8
 
 
 class Text:
-    """The tokenizer of one model. Not for two threads at a time."""
+    """The tokenizer of one model. One thread may encode while another decodes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
+        # The first call turns truncation and padding off for good; later ones change nothing.
+        self._tokenizer.encode("")
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Token ids of a prompt, with those that the model wants in front of every prompt."""
@@ -43,7 +45,7 @@ class Text:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise PromptError(
                 f"the model's chat template refuses these messages ({error}); send messages that it takes, "
                 "such as user and assistant in turn after at most one system message"
@@ -75,9 +77,13 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that ``token`` completes, which may be none."""
         self._tokens.append(token)
-        text = self._rest()
-        is_cut = text.endswith(_REPLACEMENT) and len(self._tokens) - self._told < _WITHHELD_TOKENS
-        if is_cut or not text:
+        text, is_long = self._rest(), len(self._tokens) - self._told >= _WITHHELD_TOKENS
+        if not text:
+            if is_long:
+                # Special tokens, which have no text in any company; an answer may be full of them.
+                del self._tokens[self._told :]
+            return ""
+        if text.endswith(_REPLACEMENT) and not is_long:
             return ""
         del self._tokens[: max(0, self._told - 1)]
         self._told = len(self._tokens)

@@ -101,17 +101,20 @@ class Track:
             if self.output:
                 # Its first token came with the handoff.
                 self._first_token_at = self._last_token_at = now
-            size = sequence.block_size
-            hits = sequence.lease.hit_blocks(sequence.lease.blocks)
+            size, prompt = sequence.block_size, len(self.request.tokens)
+            # Of an answer that another engine began, blocks behind the prompt may be cached too.
+            hits = sequence.lease.hit_blocks(min(sequence.lease.blocks, prompt // size))
             cached = {tier: blocks * size for tier, blocks in hits.items()}
-            self._plan = Plan(len(self.request.tokens), sequence.computed, cached)
+            self._plan = Plan(prompt, min(sequence.computed, prompt), cached)
         self._recomputed += max(0, self._reached - sequence.computed)
 
     def restore_tail(self) -> None:
         """The unfinished tail block is in place too: nothing of the prompt is left to compute."""
-        self.blocks_held.computed = len(self.request.tokens)
+        sequence, prompt = self.blocks_held, len(self.request.tokens)
+        self._recomputed -= max(0, min(self._reached, prompt) - sequence.computed)
+        sequence.computed = prompt
         if not self.known:
-            self._plan = replace(self._plan, start=len(self.request.tokens))
+            self._plan = replace(self._plan, start=prompt)
 
     def take_over(self, output: list[int], tail: bytes) -> None:
         """Go on behind what another engine has chosen."""

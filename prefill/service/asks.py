@@ -8,7 +8,7 @@ import numpy as np
 
 from hashing import Extras
 from kvstore.block import Uint32Array
-from prefill.request import GREEDY, FinishReason, Request, Sampling
+from prefill.request import GREEDY, REQUEST_ID_MAX, STOP_IDS_MAX, FinishReason, Request, Sampling
 from prefill.service.errors import Refusal, ServiceError
 from prefill.service.front import Part
 from prefill.v1 import prefill_pb2
@@ -26,6 +26,8 @@ _REASONS = {
 def read_ask(ask: prefill_pb2.Ask, model: str, now: float) -> Request:
     """The request, arriving now. ServiceError and PromptError name the field that does not fit."""
     require_model(ask.model, model)
+    _require_few("request_id", len(ask.request_id), REQUEST_ID_MAX)
+    _require_few("stop_ids", len(ask.stop_ids) // _TOKEN_BYTES, STOP_IDS_MAX)
     return Request(
         ask.request_id or f"rpc-{uuid.uuid4().hex}",
         unpack(ask.token_ids, "token_ids"),
@@ -94,6 +96,13 @@ def require_model(asked: str, served: str) -> None:
             Refusal.MODEL,
             f"the model {asked!r} does not exist here; this worker serves {served!r}",
             "model",
+        )
+
+
+def _require_few(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise ServiceError(
+            Refusal.MALFORMED, f"{field} has a length of {count}, expected at most {most}; send fewer", field
         )
 
 

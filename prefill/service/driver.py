@@ -17,6 +17,7 @@ from prefill.errors import RequestError
 from prefill.handoff import Handoff
 from prefill.output import StepOutput
 from prefill.request import Request, Result
+from prefill.service.errors import Refusal, ServiceError
 from prefill.service.landing import Landing
 from prefill.service.stream import Stream
 
@@ -25,6 +26,8 @@ _TICK_SECONDS = 0.25
 """At rest: leases lapse, and what others wait for is looked at."""
 _PAUSE_SECONDS = 0.002
 """Where the engine can do nothing for the requests that it has, such as while Redis brings blocks."""
+_RED_SECONDS = 5.0
+"""Health is red for this long after a step that raised: long enough for those who look now and then."""
 _log = logging.getLogger(__name__)
 
 
@@ -70,8 +73,10 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
         self._ended = False
-        self.failing = False
-        """The last step raised: a defect, which the log tells of."""
+        self._is_over = False
+        self._red_until: float | None = None
+        self.health_changed = asyncio.Event()
+        """Set on the loop whenever ``is_healthy`` may say another thing; whoever waits for it clears it."""
         wake.bound = partial(self._commands.put, _nothing)
 
     def start(self) -> None:
@@ -84,9 +89,9 @@ class Driver:
         self._commands.put(self._end)
         await asyncio.to_thread(self._thread.join)
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self.failing
+    def is_healthy(self) -> bool:
+        """Whether the thread runs, and no step has raised lately: what a step raises is a defect."""
+        return self._thread.is_alive() and self._red_until is None and not self._is_over
 
     async def submit(self, request: Request) -> Stream:
         """Queue a request. Raises what ``Engine.submit`` raises."""
@@ -122,9 +127,11 @@ class Driver:
             stream.fail(error)
 
     async def ask(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` on the engine's thread, between two steps."""
+        """Run ``work`` on the engine's thread, between two steps. ServiceError where that has ended."""
         command = _Command(work)
-        self._commands.put(command.run)
+        self._commands.put(command)
+        if self._is_over:
+            self._refuse_commands()
         return await asyncio.wrap_future(command.future)
 
     async def _open(self, request_id: str, submit: Callable[[], None]) -> Stream:
@@ -134,8 +141,14 @@ class Driver:
                 "choose another, or leave it out"
             )
         stream = self._streams[request_id] = Stream(request_id, self._limits.stream_tokens, self._close)
+
+        def begin() -> None:
+            submit()
+            # What comes before this is of a request that had the same id.
+            self._tell(Stream.open, stream)
+
         try:
-            await self.ask(submit)
+            await self.ask(begin)
         except asyncio.CancelledError:
             stream.close()
             raise
@@ -161,11 +174,20 @@ class Driver:
 
     def _run(self) -> None:
         wait = 0.0
-        while True:
-            self._work_off(wait)
-            if self._ended:
-                return
-            wait = self._step()
+        try:
+            while True:
+                self._work_off(wait)
+                if self._ended:
+                    return
+                wait = self._step()
+        finally:
+            # Whatever ends this thread, nobody may wait for it for ever.
+            self._is_over = True
+            if not self._ended:
+                _log.critical("the engine's thread has ended; no request is served any more")
+            self._refuse_commands()
+            self._tell(self.fail_all, _over())
+            self._tell(asyncio.Event.set, self.health_changed)
 
     def _work_off(self, wait: float) -> None:
         """Run the commands that are there, waiting a while for the first."""
@@ -189,25 +211,44 @@ class Driver:
         try:
             outputs = engine.step()
             self._landing.check()
-            self.failing = False
+            self._pass_on(outputs)
         except Exception as error:  # noqa: BLE001 - the thread is all that this worker has
             _log.exception("a step of the engine failed; the requests that it had are ended")
-            self.failing = True
+            self._turn_red_until(self.clock() + _RED_SECONDS)
             self._tell(self.fail_all, error)
             return _TICK_SECONDS
+        if self._red_until is not None and self._red_until <= self.clock():
+            self._turn_red_until(None)
+        if engine.idle:
+            return _TICK_SECONDS if self._landing.idle else _PAUSE_SECONDS
+        return _PAUSE_SECONDS if not outputs and self.clock() - began < _PAUSE_SECONDS else 0.0
+
+    def _pass_on(self, outputs: list[StepOutput]) -> None:
+        """Tell the loop; of a handoff once its blocks have landed."""
         told = []
         for output in outputs:
             if output.error is not None:
-                _log.error("request %s failed", output.request_id, exc_info=output.error)
+                _log.error("request %r failed", output.request_id, exc_info=output.error)
             if output.handoff is not None:
                 self._landing.watch(output.handoff, partial(self._tell, self._deliver, [output]))
             else:
                 told.append(output)
         if told:
             self._tell(self._deliver, told)
-        if engine.idle:
-            return _TICK_SECONDS if self._landing.idle else _PAUSE_SECONDS
-        return _PAUSE_SECONDS if not outputs and self.clock() - began < _PAUSE_SECONDS else 0.0
+
+    def _turn_red_until(self, end: float | None) -> None:
+        self._red_until = end
+        self._tell(asyncio.Event.set, self.health_changed)
+
+    def _refuse_commands(self) -> None:
+        """The thread has ended: whoever asks it is told so. Called on any thread."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(command, _Command):
+                command.refuse(_over())
 
     def _tell(self, call: Callable[[_T], None], what: _T) -> None:
         assert self._loop is not None, "started"
@@ -225,13 +266,25 @@ class _Command(Generic[_T]):
         self.future: Future[_T] = Future()
         self._work = work
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
         try:
             self.future.set_result(self._work())
         except Exception as error:  # noqa: BLE001 - it is the asker's
             self.future.set_exception(error)
+        except BaseException:
+            self.future.set_exception(_over())
+            raise
+
+    def refuse(self, error: Exception) -> None:
+        """Do nothing of it; the asker gets ``error``."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+def _over() -> ServiceError:
+    return ServiceError(Refusal.FAILED, "the engine's thread has ended; start the worker again")
 
 
 def _nothing() -> None:

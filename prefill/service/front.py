@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -83,11 +83,17 @@ class Prefillers(Protocol):
 class Answer:
     """The parts of one answer, as an async iterator."""
 
-    def __init__(self, driver: Driver, stream: Stream, handed: Handed | None = None) -> None:
-        """``handed`` is what ``stream`` goes on from, where the reader is to have its tokens too."""
+    def __init__(
+        self, driver: Driver, stream: Stream, handed: Handed | None = None, ends: Collection[int] = ()
+    ) -> None:
+        """``handed`` is what ``stream`` goes on from, where the reader is to have its tokens too.
+
+        One of ``ends`` ends an answer.
+        """
         self._driver = driver
         self._stream = stream
         self._handed = handed
+        self._ends = ends
         self._is_admitted = False
         self._parts = self._read()
 
@@ -112,7 +118,7 @@ class Answer:
         if self._handed is not None:
             head = list(self._handed.handoff.output)
             # A token that ends the answer belongs to its last part.
-            if head[-1] not in self._handed.handoff.stop_ids:
+            if head[-1] not in self._ends:
                 yield Part(head)
                 head = []
         async for output in self._stream:
@@ -134,10 +140,11 @@ class Answer:
 class Front:
     """Where every API gets its answers."""
 
-    def __init__(self, driver: Driver, prefillers: Prefillers | None) -> None:
-        """``prefillers`` None: prompts are computed here."""
+    def __init__(self, driver: Driver, prefillers: Prefillers | None, eos_ids: tuple[int, ...]) -> None:
+        """``prefillers`` None: prompts are computed here. ``eos_ids`` are the model's own end tokens."""
         self._driver = driver
         self._prefillers = prefillers
+        self._eos_ids = eos_ids
 
     @asynccontextmanager
     async def generate(self, request: Request) -> AsyncIterator[Answer]:
@@ -156,8 +163,9 @@ class Front:
             except HandoffError as error:
                 handed.reject(str(error))
                 stream, taken = await self._driver.submit(request), None
+            ends = request.stop_ids if request.ignore_eos else (*request.stop_ids, *self._eos_ids)
             async with stream:
-                yield Answer(self._driver, stream, taken)
+                yield Answer(self._driver, stream, taken, ends)
         finally:
             handed.acknowledge()
 

@@ -23,6 +23,8 @@ _AVOID_SECONDS = 1.0
 """A worker that failed is not asked for this long; it may have been started again by then."""
 _AVOID_SLOW_SECONDS = 30.0
 _ACKNOWLEDGE_SECONDS = 5.0
+_RETRY_SECONDS_MAX = 600.0
+_ID_CHARACTERS = 128
 _OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -138,7 +140,7 @@ class Peers:
     async def _ask(self, peer: _Peer, request: Request) -> HandedOver:
         """One worker's handoff: BusyError, PromptError, HandoffError or AioRpcError."""
         # Each try has a name of its own: a worker that was slow may still be at an earlier one.
-        request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        request_id = f"{request.request_id[:_ID_CHARACTERS]}-{uuid.uuid4().hex[:8]}"
         ask = prefill_pb2.PrefillRequest(ask=write_ask(request, request_id, self._model))
         peer.asked += 1
         try:
@@ -153,10 +155,14 @@ class Peers:
             raise
         finally:
             peer.asked -= 1
-        handed = HandedOver(self, peer, answer.request_id, Handoff.from_bytes(answer.handoff))
-        if handed.handoff.tokens != ask.ask.token_ids:
-            raise HandoffError("the handoff is of another prompt; run the same release on both sides")
-        return handed
+        try:
+            handoff = Handoff.from_bytes(answer.handoff)
+            if not handoff.answers(request):
+                raise HandoffError("the handoff is of another request; run the same release on both sides")
+        except HandoffError:
+            self.tell(peer, request_id)  # it holds the blocks for nobody
+            raise
+        return HandedOver(self, peer, request_id, handoff)
 
     async def _acknowledge(self, peer: _Peer, request_id: str) -> None:
         message = prefill_pb2.AcknowledgeRequest(request_id=request_id)
@@ -170,7 +176,8 @@ def _retry_after(error: grpc.aio.AioRpcError) -> float:
     for key, value in error.trailing_metadata() or ():
         if key == RETRY_AFTER:
             try:
-                return float(value)
+                # In this order a NaN is the lower bound.
+                return min(max(1.0, float(value)), _RETRY_SECONDS_MAX)
             except ValueError:
                 break
     return 1.0

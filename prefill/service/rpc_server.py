@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -60,6 +61,13 @@ class RpcServer:
         states = health_pb2.HealthCheckResponse
         for name in ("", _SERVICE):
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def follow(self, changed: asyncio.Event, healthy: Callable[[], bool]) -> None:
+        """Tell health checks what ``healthy`` says whenever ``changed`` is set, until cancelled."""
+        while True:
+            await changed.wait()
+            changed.clear()
+            await self.tell(serving=healthy())
 
     async def stop(self, seconds: float) -> None:
         """Take no more calls, and give those that run ``seconds``."""

@@ -60,6 +60,9 @@ Stops = Annotated[
     Field(max_length=STOPS_MAX),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+_Item = TypeVar("_Item")
+# A long list of what does not fit would be a second of work for its errors, of which one is told.
+Listed = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -128,7 +131,7 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """/v1/completions."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Listed[TokenId] | Listed[str] | Listed[Listed[TokenId]]
 
     @property
     def only_prompt(self) -> str | list[int]:
@@ -160,7 +163,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Listed[TextPart]
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -174,7 +177,7 @@ class Message(BaseModel):
 class ChatBody(Body):
     """/v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @property

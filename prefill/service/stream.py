@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from prefill.output import StepOutput
-from prefill.request import FinishReason, Result
+from prefill.request import Result
 from prefill.service.errors import Refusal, ServiceError
 
 
@@ -27,21 +27,23 @@ class Stream:
         """What came of it, once the engine has said."""
         self._limit = limit
         self._end: Callable[[Stream], None] | None = end
+        self._is_open = False
         self._outputs: deque[StepOutput] = deque()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
 
+    def open(self) -> None:
+        """The engine has the request: outputs from now on are its own."""
+        self._is_open = True
+
     def deliver(self, output: StepOutput) -> None:
-        """Called with each output, in order."""
-        if self._end is None:
+        """Called with each output, in order. Those before ``open`` are of another with this id."""
+        if self._end is None or not self._is_open:
             return
         self.result = output.result
         if output.error is not None:
             self.is_finished = True
             self.fail(output.error)
-        elif output.finished is FinishReason.CANCELLED:
-            self.is_finished = True
-            self.fail(ServiceError(Refusal.CANCELLED, "the worker cancelled the request; send it again"))
         elif len(self._outputs) >= self._limit:
             self.fail(_too_slow(self._limit))
         else:

@@ -210,9 +210,9 @@ def test_a_prefill_takes_room_for_its_prompt_alone(loaded: LoadedModel) -> None:
     with make_worker(loaded, WorkerOptions(device_blocks=8), clock) as worker:
         engine = worker.engine
         for name, length in (("a", 60), ("b", 64)):
-            hand_over(engine, request_of(name, prompt_of(length), 60))
-        engine.submit_prefill(request_of("c", prompt_of(5), 60))
-        engine.submit_prefill(request_of("d", prompt_of(60, seed=1), 60))
+            hand_over(engine, request_of(name, prompt_of(length), 200))
+        engine.submit_prefill(request_of("c", prompt_of(5), 200))
+        engine.submit_prefill(request_of("d", prompt_of(60, seed=1), 200))
         assert (engine.step(), engine.waiting) == ([], 2)
         engine.acknowledge("a")
         assert [output.request_id for output in engine.step()] == ["c"]
@@ -294,7 +294,15 @@ def test_a_damaged_message_is_no_handoff(handoff: Handoff, data: st.DataObject) 
         ("sampling", {"temperature": -1.0}, "temperature is -1.0, expected 0"),
         ("sampling", {"temperature": "hot"}, "are no handoff"),
         ("sampling", {"heat": 1.0}, "unexpected keyword argument 'heat'"),
+        ("sampling", {"temperature": 1.0, "seed": 0.5}, "top_k or seed is no whole number"),
+        ("sampling", {"temperature": 1.0, "top_k": 2.5, "seed": 1}, "top_k or seed is no whole number"),
         ("stop_ids", ["\n"], "stop_ids are no token ids"),
+        ("stop_ids", [5] * 257, "or more than 256"),
+        ("request_id", "r" * 513, "request_id has more than 512 characters"),
+        ("cached_tokens", 35, "cached_tokens is 35"),
+        ("cached_tokens", -1, "cached_tokens is -1"),
+        ("queue_seconds", float("nan"), "queue_seconds is nan"),
+        ("execution_seconds", -1.0, "execution_seconds is -1.0"),
         ("ignore_eos", 1, "ignore_eos is a int"),
         ("unheard_of", 1, "unexpected keyword argument 'unheard_of'"),
     ],

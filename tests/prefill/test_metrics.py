@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.support.stores import FakeClock
 from tests.support.workers import (
     BLOCK_SIZE,
     WorkerOptions,
+    answer,
     hand_over,
     load_tiny,
     make_worker,
@@ -72,6 +75,40 @@ def test_an_engines_results_give_exact_values(tmp_path_factory: pytest.TempPathF
         "prefill_tokens_total{computed}": 64 + 16 + 48 + 5,
         "prefill_tokens_total{device}": 48 + 32,
     }
+
+
+def test_an_answer_that_goes_on_counts_its_prompt_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Blocks behind the prompt, that another worker filled with the answer's begin, are no prompt's hits."""
+    registry = CollectorRegistry()
+    scheduling = EngineOptions(result_listeners=(ResultMetrics(registry, BLOCK_SIZE),))
+    loaded = load_tiny("llama", tmp_path_factory.mktemp("models"))
+    request = request_of("r", prompt_of(34), 40)
+    with make_worker(loaded, WorkerOptions(engine=scheduling)) as worker:
+        handoff = hand_over(worker.engine, request)
+        worker.engine.acknowledge("r")
+        tokens = answer(worker.engine, request).tokens
+        worker.engine.resume(replace(handoff, output=tokens[:30]))
+        result = work_off(worker.engine)["r"]
+    assert result.tokens == tokens
+    assert (result.cached, result.computed_tokens) == ({TierName.DEVICE: 32}, 0)
+    found = samples_of(registry)
+    assert found["prefill_tokens_total{computed}"] == 34 + 2
+    assert found["prefill_tokens_total{device}"] == 32 + 32
+
+
+def test_a_tail_that_is_put_back_is_not_computed_again(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A resumed request has lost its memory: its answer is recomputed, and of its prompt nothing is."""
+    clock, loaded = FakeClock(), load_tiny("llama", tmp_path_factory.mktemp("models"))
+    with make_worker(loaded, WorkerOptions(lease_seconds=30.0), clock) as worker:
+        handoff = hand_over(worker.engine, request_of("r", prompt_of(34), 8))
+        worker.engine.acknowledge("r")
+        worker.engine.resume(handoff)
+        for _ in range(3):
+            worker.engine.step()
+        clock.advance(31.0)
+        worker.store.tick()
+        assert worker.store.leases == 0
+        assert work_off(worker.engine)["r"].recomputed_tokens == 3
 
 
 def test_steps_give_exact_values(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -76,6 +76,15 @@ def test_seeds_and_positions_differ() -> None:
     assert len(seen) == 16
 
 
+@pytest.mark.parametrize(("seed", "position"), [(0, 114), (0, 169), (1, 11), (1, 119), (1, 262)])
+def test_no_token_wins_against_its_chance(seed: int, position: int) -> None:
+    """Draws in which one of 50,000 float32 race times is 0: the token that has all the chances comes."""
+    logits = torch.zeros(1, 50_000)
+    logits[0, 7] = 100.0
+    for sampling in (Sampling(1.0, seed=seed), Sampling(1.0, top_k=1, seed=seed)):
+        assert choose(logits, [Draw(sampling, position)]) == [7]
+
+
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
     rows = LOGITS.expand(3, -1)
     sampled = Draw(Sampling(1.0, seed=3), 7)

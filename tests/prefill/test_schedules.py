@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.block import TierName
+from kvstore.events import BytesMoved, Event
 from prefill.engine import Engine, EngineOptions
 from prefill.errors import BusyError
 from prefill.model import LoadedModel
@@ -22,6 +23,8 @@ from tests.support.workers import (
     WorkerOptions,
     answer,
     assert_quiet,
+    device_of,
+    empty,
     hand_over,
     load_tiny,
     make_worker,
@@ -203,6 +206,31 @@ def test_answers_outgrow_the_memory(loaded: LoadedModel, policy: Policy) -> None
         assert results[f"r{at}"].tokens == said_alone(loaded, each, 80)
         assert results[f"r{at}"].recomputed_tokens < 3 * BLOCK_SIZE, "whole blocks were found again"
         assert len(results[f"r{at}"].inter_token_seconds) == 79
+
+
+def test_a_lease_that_lapses_while_others_get_in(loaded: LoadedModel) -> None:
+    """Copying a hit up takes longer than a lease: what it held is not read any more, and begins again."""
+    clock, hit = FakeClock(), prompt_of(48, seed=1)
+
+    def slow_copies(event: Event) -> None:
+        if isinstance(event, BytesMoved) and event.target is TierName.DEVICE:
+            clock.advance(31.0)
+
+    options = WorkerOptions(lease_seconds=30.0, listeners=(slow_copies,))
+    with make_worker(loaded, options, clock) as worker:
+        engine = worker.engine
+        answer(engine, request_of("fill", hit, 1))
+        worker.store.drain(10.0)
+        empty(device_of(worker))
+        engine.submit(request_of("runs", prompt_of(40), 30))
+        engine.step()
+        engine.submit(request_of("hit", hit), request_of("cold", prompt_of(9, seed=2)))
+        assert [output.request_id for output in engine.step()] == ["cold"]
+        results = work_off(engine)
+        assert_quiet(worker)
+    assert results["runs"].tokens == said_alone(loaded, prompt_of(40), 30)
+    assert results["hit"].tokens == said_alone(loaded, hit)
+    assert results["cold"].tokens == said_alone(loaded, prompt_of(9, seed=2))
 
 
 def test_a_seed_decides_an_answer_in_any_schedule(loaded: LoadedModel) -> None:

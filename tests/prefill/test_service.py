@@ -86,6 +86,8 @@ def test_an_answer_and_what_it_took(rpc: Rpc) -> None:
         (ask_of([5], 0), grpc.StatusCode.INVALID_ARGUMENT, "max_new_tokens is 0, expected at least 1"),
         (prefill_pb2.Ask(token_ids=b"abc", max_new_tokens=1), grpc.StatusCode.INVALID_ARGUMENT, "3 bytes"),
         (ask_of([5], 1, model="gpt-9"), grpc.StatusCode.NOT_FOUND, "'gpt-9'"),
+        (ask_of([5], 1, request_id="r" * 513), grpc.StatusCode.INVALID_ARGUMENT, "request_id has a length"),
+        (ask_of([5], 1, stop_ids=pack([1] * 257)), grpc.StatusCode.INVALID_ARGUMENT, "expected at most 256"),
         (
             ask_of([5], 1, sampling=prefill_pb2.Sampling(temperature=-1)),
             grpc.StatusCode.INVALID_ARGUMENT,
