@@ -135,6 +135,7 @@ class ExtentMap:
         self._generations: dict[int, int] = {}
         self._next_base = 0
         self._next_number = 0
+        self._refused = False
         self.reserved = 0
         self.extent_of = np.zeros(0, dtype=np.int32)
         self.state = np.zeros(0, dtype=np.uint8)
@@ -182,12 +183,21 @@ class ExtentMap:
     def reserve_next(self) -> bool:
         """Back one more extent with memory; False at the limit or when memory is refused."""
         number = self._skip_known()
-        if number >= self._memory.extents or not self._memory.reserve(number):
+        if number >= self._memory.extents:
+            return False
+        self._refused = not self._memory.reserve(number)
+        if self._refused:
             return False
         self._unassigned.append(number)
         self._next_number += 1
         self.reserved += 1
         return True
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether there is memory that no class has: unassigned, or not refused when last asked for."""
+        unreserved = not self._refused and self._skip_known() < self._memory.extents
+        return bool(self._unassigned) or unreserved
 
     def unreserved(self) -> list[int]:
         """Numbers of the extents that ``reserve_next`` has yet to back with memory, in its order."""

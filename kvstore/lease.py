@@ -17,13 +17,14 @@ class Terms(NamedTuple):
     """How a request asks for a prompt.
 
     The caller has the blocks before ``first_block`` itself: they are neither looked for nor promoted,
-    leased or counted. ``counted`` is False for what is no request: it is not in the hit rate, and
-    policies do not hear of it.
+    leased or counted. ``counted`` is False for what is no request, or was counted before: it is not in
+    the hit rate, and policies do not hear of it. ``waits`` is False where nobody waits for the blocks.
     """
 
     first_block: int = 0
     hints: Hints = NO_HINTS
     counted: bool = True
+    waits: bool = True
 
 
 class Segment(NamedTuple):
@@ -62,6 +63,7 @@ class Lease:
     first_block: int = 0
     hints: Hints = NO_HINTS
     counted: bool = True
+    waits: bool = True
     blocks: int = 0
     pending: int = 0
     cause: MissCause | None = None

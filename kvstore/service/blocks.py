@@ -262,7 +262,7 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
                     f"{PREFETCHES_MAX} prefetches of this tenant are waiting, at most; wait for one of them, "
                     "or ask with wait_seconds = 0",
                 )
-            lease = self._store.acquire_uncounted((owner, name), chain, shards)
+            lease = self._store.acquire_uncounted((owner, name), chain, shards, waits=False)
             # Promotions go on without the lease; it is only a way to learn how far they came.
             await self._owner.settle(lease, _wait_seconds(request.wait_seconds))
             pending = bool(lease.pending)
@@ -271,12 +271,12 @@ class BlockService(block_pb2_grpc.BlockServiceServicer):
 
     def _acquire(self, key: tuple[str, str], chain: Chain, shards: tuple[Shard, ...], terms: Terms) -> Lease:
         owner, request_id = key
-        first_block, hints, _ = terms
+        first_block = terms.first_block
         try:
             if key in self._counted:
                 return self._store.acquire_uncounted(key, chain, shards, first_block=first_block)
             return self._store.acquire(
-                request_id, chain, shards, owner=owner, first_block=first_block, hints=hints
+                request_id, chain, shards, owner=owner, first_block=first_block, hints=terms.hints
             )
         except LeaseError as error:
             raise NotPossibleError(str(error)) from error

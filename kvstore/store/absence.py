@@ -166,11 +166,20 @@ class _Digests:
     def put(self, digests: Uint64Array, number: int) -> None:
         """Remember a number for each, instead of the one it had."""
         left = np.unique(digests)
-        while len(left):
-            # Of those that fall into one set, one at a time.
+        sets = self._sets(left)
+        same = self._keys[sets] == left[:, None]
+        known = same.any(axis=1)
+        self._numbers[sets[known], same[known].argmax(axis=1)] = number
+        left = left[~known]
+        # Of those that fall into one set, one at a time. More than it holds would only push each other out,
+        # and who makes names up could have it take for ever.
+        for _ in range(_WAYS):
+            if not len(left):
+                return
             _, one_each = np.unique(self._sets(left), return_index=True)
-            self._put_apart(left[one_each], number)
+            self._enter(left[one_each], number)
             left = np.delete(left, one_each)
+        self._forgot[self._sets(left)] = True
 
     def find(self, digests: Uint64Array) -> tuple[Uint32Array, Flags, Flags]:
         """(Number, whether it is remembered, whether something of its set is not any more), one each."""
@@ -178,15 +187,12 @@ class _Digests:
         same = self._keys[sets] == digests[:, None]
         return self._numbers[sets, same.argmax(axis=1)], same.any(axis=1), self._forgot[sets]
 
-    def _put_apart(self, digests: Uint64Array, number: int) -> None:
+    def _enter(self, digests: Uint64Array, number: int) -> None:
+        """Remember digests that are not, each of another set."""
         sets = self._sets(digests)
-        same = self._keys[sets] == digests[:, None]
-        known = same.any(axis=1)
-        self._numbers[sets[known], same[known].argmax(axis=1)] = number
-        fresh, sets = digests[~known], sets[~known]
         ways = self._next[sets]
         self._forgot[sets[self._keys[sets, ways] != 0]] = True
-        self._keys[sets, ways] = fresh
+        self._keys[sets, ways] = digests
         self._numbers[sets, ways] = number
         self._next[sets] = (ways + 1) % _WAYS
 

@@ -19,11 +19,11 @@ def vacate_ahead(
     """Blocks that give up their slots now, since few are free: they stay STAGED until they are copied.
 
     Of a slot size of which less than 3/64 is free, until 4/64 are, as far as ``room_bytes`` of copies
-    may wait. ``leaving`` counts the slots that wait already. Nothing is done as long as the pool has
-    memory that no slot size has been given.
+    may wait. ``leaving`` counts the slots that wait already. Nothing is done as long as the pool may
+    grow into memory that no slot size has been given.
     """
     extents = pool.extents
-    if extents.unassigned_bytes or extents.reserved_bytes < pool.limit_bytes:
+    if extents.may_grow:
         return []
     vacated: list[tuple[Space, SlotArray]] = []
     for slot_class in extents.classes():

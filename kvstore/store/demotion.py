@@ -95,6 +95,8 @@ class Demotions:
         pool, chain = self._host.pool, lease.chain
         for shard in lease.shards:
             stop = self._reused_until(lease, shard)
+            if stop == lease.first_block:
+                continue  # what the caller has itself is no reason
             slots = pool.match(chain.rows(shard, 0, stop)).slots
             if len(slots) < lease.first_block:  # the caller has the head, and this tier has not
                 slots = pool.match(chain.rows(shard, lease.first_block, stop)).slots

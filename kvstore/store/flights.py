@@ -41,7 +41,8 @@ class Flight:
     """One promotion under way, from the block where the local run of its first waiter ended.
 
     ``asked_bytes`` are what is fetched since ``began``, of which ``late`` says that some did not come in
-    time. Nobody waits for what is ``explored``: it is fetched to learn how fast that is.
+    time; ``came_before`` is what had come of all flights until then. Nobody waits for what is ``explored``:
+    it is fetched to learn how fast that is.
     """
 
     rows: BlockRows
@@ -51,6 +52,7 @@ class Flight:
     batches_left: int = 0
     began: float = 0.0
     asked_bytes: int = 0
+    came_before: int = 0
     late: bool = False
     explored: bool = False
     fetched: set[int] = field(default_factory=set)
@@ -88,9 +90,9 @@ class Flights:
         self._gate = gate
         self._copies = parts.copies
         self._active: dict[_BlockKey, Flight] = {}
-
-    def __len__(self) -> int:
-        return len({id(flight) for flight in self._active.values()})
+        # Payload bytes of all flights: those that are on their way, and those that came since the start.
+        self._coming_bytes = 0
+        self._came_bytes = 0
 
     def join(self, lease: Lease, shard: Shard) -> None:
         """Wait for what redis has from the lease's end on; starts a flight where none is under way."""
@@ -101,8 +103,9 @@ class Flights:
             flight = Flight(rows, self._space(self._host, rows.namespace, shard), [], [key])
             self._active[key] = flight
             self._probe(flight)
-        elif flight.explored and lease.counted:
+        elif flight.explored and lease.waits:
             lease.cause = MissCause.SLOWER
+            lease.broke = lease.end, MissCause.SLOWER  # so whatever other ranks get, it does not ask again
             return
         flight.waiters.append(lease)
         lease.pending += 1
@@ -144,7 +147,7 @@ class Flights:
         self._failpoint(Step.PROMOTION_STAGED)
         batches = self._cut_batches(flight, missing[: len(slots)], slots)
         flight.batches_left, flight.began = len(batches), self._clock()
-        flight.asked_bytes = len(slots) * flight.space.payload_bytes
+        flight.asked_bytes, flight.came_before = len(slots) * flight.space.payload_bytes, self._came_bytes
         if not batches:
             self._arrived(flight)
             self._finish(flight)
@@ -154,13 +157,16 @@ class Flights:
     def _is_worth_it(self, flight: Flight, missing: int, found: int) -> bool:
         """Whether those who wait get ``found`` blocks sooner when ``missing`` of them are loaded.
 
-        All ranks of a prompt load at the same time, over one link. Who prefetches does not wait.
+        What is on its way comes first, over the same link, and so do the other ranks' parts of the
+        prompt, which may be on their way already. Who prefetches does not wait.
         """
-        waiting = [lease for lease in flight.waiters if lease.counted and not lease.over]
+        waiting = [lease for lease in flight.waiters if lease.waits and not lease.over]
         if not waiting:
             return True
-        size = missing * flight.space.payload_bytes * max(len(lease.shards) for lease in waiting)
-        return self._gate.allows(size, found * flight.space.slot_class.block_size)
+        size = missing * flight.space.payload_bytes
+        others = size * (max(len(lease.shards) for lease in waiting) - 1)
+        tokens = found * flight.space.slot_class.block_size
+        return self._gate.allows(size + max(others, self._coming_bytes), tokens)
 
     def _cut_batches(self, flight: Flight, positions: SlotArray, slots: SlotArray) -> list[Batch]:
         size = max(1, self._options.batch_bytes // flight.space.payload_bytes)
@@ -178,6 +184,7 @@ class Flights:
 
     def _fetch(self, flight: Flight, batch: Batch) -> None:
         views = self._host.views(batch.slots, flight.space.payload_bytes)
+        self._coming_bytes += len(batch.slots) * flight.space.payload_bytes
         began, seconds = self._clock(), self._options.flight_seconds
         # Its time begins when a thread takes it up: it may wait behind other batches.
         self._mailbox.submit(
@@ -188,6 +195,7 @@ class Flights:
     def _fetched(self, flight: Flight, batch: Batch, result: LoadResult | None, began: float) -> None:
         self._failpoint(Step.PROMOTION_LOADED)
         count = len(batch.slots)
+        self._coming_bytes -= count * flight.space.payload_bytes
         outcome = result or LoadResult([MissCause.UNAVAILABLE] * count, [0] * count)
         good = np.array([cause is None for cause in outcome.causes], dtype=np.bool_)
         self._commit(flight, batch, good, outcome.checksums, began)
@@ -219,6 +227,7 @@ class Flights:
         flight.fetched.update(slots.tolist())
         self._failpoint(Step.PROMOTION_COMMITTED)
         size = flight.space.payload_bytes
+        self._came_bytes += len(slots) * size
         self._emit(BytesMoved(now, TierName.REDIS, TierName.HOST, len(slots) * size, now - began))
         self._report_stored(TierName.HOST, rows, size)
         self._copies.end(slots, now, there=np.ones(len(slots), dtype=np.bool_))
@@ -231,12 +240,21 @@ class Flights:
         for key in flight.keys:
             if self._active.get(key) is flight:
                 del self._active[key]
-        loaded = len(flight.fetched) * flight.space.payload_bytes
-        if loaded or flight.late:
-            self._gate.loaded(flight.asked_bytes if flight.late else loaded, self._clock() - flight.began)
+        self._measure(flight)
         self._dismiss(flight)
         for slots in flight.held:
             self._host.pool.unpin(slots)
+
+    def _measure(self, flight: Flight) -> None:
+        """Tell the gate how long the flight took, and how much came meanwhile: others share the link.
+
+        What did not come in time counts as if it had come just then.
+        """
+        loaded = len(flight.fetched) * flight.space.payload_bytes
+        if loaded or flight.late:
+            late = flight.asked_bytes - loaded if flight.late else 0
+            came = self._came_bytes - flight.came_before
+            self._gate.loaded(came + late, self._clock() - flight.began)
 
     def _dismiss(self, flight: Flight) -> None:
         """Tell those who wait that no more will come."""

@@ -1,11 +1,10 @@
 """Whether to load blocks from redis or to compute them again: whichever is expected to be faster.
 
 The model has two measured quantities. Asking redis which blocks exist is one round trip, whose time is
-the *latency*. A promotion of n bytes then takes *latency + n × seconds a byte*, from its first request
-to its last byte, with whatever else uses the link at that time. Computing takes *tokens ÷ tokens a
-second*, which the operator says of the engine. Both measures are smoothed as exponents, with half the
-weight on the last one: a server that is a thousand times slower than before shows after one load, and
-one that has recovered after three.
+the *latency*. A promotion of n bytes then takes *latency + n × seconds a byte*, where n counts what is
+before it on the same link, too. Computing takes *tokens ÷ tokens a second*, which the operator says of
+the engine. Both measures are smoothed as exponents, with half the weight on the last one: a server that
+is a thousand times slower than before shows after one load, and one that has recovered after three.
 
 While loads are refused nothing would be measured, so now and then a short one is made that nobody waits
 for. It takes at most a twentieth of the time.
@@ -54,9 +53,12 @@ class LoadGate:
         self._latency.see(max(seconds, _SHORTEST_SECONDS))
 
     def loaded(self, size: int, seconds: float) -> None:
-        """A promotion of ``size`` bytes took so long; also one that did not come to its end in time."""
-        seconds = max(seconds - (self._latency.value or 0.0), _SHORTEST_SECONDS)
-        self._seconds_a_byte.see(seconds / size)
+        """In the time of one promotion ``size`` bytes came, or should have come."""
+        transfer = max(seconds - (self._latency.value or 0.0), _SHORTEST_SECONDS)
+        self._seconds_a_byte.see(transfer / size)
+        # When the next one may be made follows from how long this one took, not from how long it was
+        # expected to take: else a server that has recovered would wait for as long as it was slow.
+        self._explore_at = min(self._explore_at, self._clock() + _pause_after(seconds))
 
     def expected_seconds(self, size: int) -> float:
         """How long a promotion is expected to take; 0 as long as nothing is known."""
@@ -81,5 +83,10 @@ class LoadGate:
         affordable = _EXPLORED_SECONDS / max(self.expected_seconds(block_bytes), _SHORTEST_SECONDS)
         explored = max(1, min(blocks, _EXPLORED_BYTES // block_bytes, int(affordable)))
         expected = self.expected_seconds(explored * block_bytes)
-        self._explore_at = now + max(_EXPLORE_SECONDS, expected * _EXPLORE_SHARE)
+        self._explore_at = now + _pause_after(expected)
         return explored
+
+
+def _pause_after(seconds: float) -> float:
+    """How long after a load of that length no other is made for the measurement alone."""
+    return max(_EXPLORE_SECONDS, seconds * _EXPLORE_SHARE)

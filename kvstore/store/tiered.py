@@ -162,12 +162,14 @@ class TieredStore:
         shards: tuple[Shard, ...] = (WHOLE,),
         *,
         first_block: int = 0,
+        waits: bool = True,
     ) -> Lease:
-        """``acquire`` by (owner, request id) for what is no request, as a prefetch.
+        """``acquire`` by (owner, request id) for a request that was counted before, or is none.
 
-        It is not in the hit rate, and policies do not hear of it.
+        It is not in the hit rate, and policies do not hear of it. Where nobody ``waits`` for the blocks,
+        as in a prefetch, they are brought however long that takes.
         """
-        return self._acquire(request, chain, shards, Terms(first_block, counted=False))
+        return self._acquire(request, chain, shards, Terms(first_block, counted=False, waits=waits))
 
     def wait(self, lease: Lease, seconds: float) -> None:
         """Work until nothing is pending for the lease, for at most ``seconds``."""

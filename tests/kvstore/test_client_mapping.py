@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from kvstore.block import WHOLE
@@ -43,6 +45,21 @@ def test_the_mapping_has_a_context_of_its_own_for_each_server() -> None:
             assert [line.split(",")[0] for line in seen] == ["in", "out", "in"]
         assert [line.split(",")[0] for line in seen] == ["in", "out", "in", "out"]
         assert all(line.endswith("True") for line in seen)
+
+
+def test_a_context_that_cannot_be_entered_keeps_no_memory_mapped() -> None:
+    @contextmanager
+    def around(memory: NDArray[np.uint8]) -> Iterator[None]:
+        del memory
+        raise RuntimeError("no GPU")
+        yield
+
+    options = ClientOptions(around_mapping=around)
+    with sidecar() as server, Client(server.address, options=options) as client:
+        with pytest.raises(RuntimeError, match="no GPU") as raised:
+            client.namespace(make_spec("failing")).register()
+        assert str(server.pool_path) not in Path("/proc/self/maps").read_text()
+        assert raised.tb, "who keeps the error keeps all that its frames name"
 
 
 def test_a_streaming_client_enters_none() -> None:

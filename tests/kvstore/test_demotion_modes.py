@@ -13,9 +13,13 @@ import pytest
 
 from kvstore.block import WHOLE, Chain, TierName
 from kvstore.events import BlocksDropped, BlocksRemoved, BlocksStored, DropCause, RemovalCause
+from kvstore.evict.lru import LRU
 from kvstore.integrity import check_pool
+from kvstore.pool import BlockPool
 from kvstore.service.client import ClientNamespace
+from kvstore.spec import SLOT_ALIGNMENT
 from kvstore.store import BlockStatus, Demotion, StoreOptions
+from kvstore.store.ahead import vacate_ahead
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_value import block_key
@@ -23,6 +27,7 @@ from tests.support.clients import MAPPED, assert_right, client_of, put
 from tests.support.clients import eventually as until
 from tests.support.dict_tier import DictTier
 from tests.support.faulty_tier import HeldTier
+from tests.support.policy_pool import TableMemory
 from tests.support.sidecars import sidecar
 from tests.support.stores import (
     FakeClock,
@@ -245,6 +250,27 @@ class TestOnEvict:
             assert counts(rig) == (0, 0, Counter())
 
 
+class Scarce(TableMemory):
+    """The system has memory for two extents and no more."""
+
+    def reserve(self, extent: int) -> bool:
+        return extent < 2
+
+
+def test_room_is_made_in_a_pool_that_stays_smaller_than_it_should_be() -> None:
+    pool = BlockPool(Scarce(16, extents=4), LRU)
+    space = pool.open_space(SPEC.root.digest, WHOLE, SLOT_ALIGNMENT, SPEC.block_size)
+    for number in range(3):
+        assert vacate_ahead(pool, 1 << 20, Counter()) == [], "there may be more"
+        rows = prompt(number, 16).rows(WHOLE)
+        pool.commit(pool.stage(space, 16, rows), rows, None, time=number)
+    [(left, slots)] = vacate_ahead(pool, 1 << 20, Counter())
+    assert (left, len(slots)) == (space, 32 * 4 // 64)
+    pool.abort(slots)
+    assert vacate_ahead(pool, 1 << 20, Counter()) == []
+    check_pool(pool)
+
+
 def _takes_again(rig: Rig, server: ValkeyServer) -> bool:
     """Whether what leaves now gets to the server."""
     number = 100 + len(rig.events.of(BlocksStored))
@@ -278,6 +304,15 @@ class TestOnReuse:
         with rig_on(valkey, ON_REUSE) as rig:
             write(rig, range(1))
             assert read(rig, prompt(0), first_block=2) == {TierName.HOST: 2}
+            assert in_redis(valkey, prompt(0)) == [True] * 4
+
+    def test_the_head_alone_does_not_go(self, valkey: ValkeyServer) -> None:
+        """An engine that has it asks for what comes after it, and nobody has read that often enough."""
+        with rig_on(valkey, replace(ON_REUSE, reuse_count=2)) as rig:
+            write(rig, range(1))
+            assert read(rig, prompt(0), first_block=2) == {TierName.HOST: 2}
+            assert valkey.client.dbsize() == 0
+            read(rig, prompt(0), first_block=2)
             assert in_redis(valkey, prompt(0)) == [True] * 4
 
     def test_where_the_head_is_not_here_the_rest_goes(self, valkey: ValkeyServer) -> None:

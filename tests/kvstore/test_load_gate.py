@@ -5,26 +5,30 @@ A second request with a Redis hit was slower than the first without (LMCache #91
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from kvstore.block import WHOLE, Chain, MissCause, TierName
+from kvstore.block import WHOLE, BlockRows, Chain, MissCause, Shard, TierName
 from kvstore.events import BytesMoved, RequestSettled
 from kvstore.lease import Lease
+from kvstore.spec import NamespaceSpec
 from kvstore.store import StoreOptions
 from kvstore.store.load_gate import LoadGate
+from kvstore.tiers.base import LoadResult, Payload
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.v1 import admin_pb2
 from tests.support.clients import MAPPED, client_of, put
 from tests.support.clients import eventually as until
+from tests.support.dict_tier import DictTier
 from tests.support.observed import Counted
 from tests.support.proxy import Behaviour, Proxy
 from tests.support.sidecars import sidecar
-from tests.support.stores import FakeClock, Rig, RigOptions, make_chain, make_rig, make_spec
+from tests.support.stores import SPLIT, FakeClock, Rig, RigOptions, make_chain, make_rig, make_spec
 from tests.support.stubs import dialled
 from tests.support.valkey import ValkeyServer, shared_valkey, start_valkey, valkey
 
@@ -103,6 +107,60 @@ class TestModel:
         clock.advance(0.2)
         assert gate.explored_blocks(1 << 16, 1) == 1, "no more than there are"
 
+    def test_an_outage_that_is_over_is_not_waited_for_again(self) -> None:
+        """What was expected to take ten seconds would forbid another one for minutes; it was short."""
+        clock = FakeClock()
+        gate = LoadGate(1000.0, clock)
+        gate.loaded(1 << 20, 10.0)
+        assert gate.explored_blocks(1 << 20, 100) == 1
+        clock.advance(0.01)
+        gate.loaded(1 << 20, 0.01)
+        assert gate.explored_blocks(1 << 20, 100) == 0
+        clock.advance(1.0)
+        assert gate.explored_blocks(1 << 20, 100) == 1
+
+
+class StallingTier(DictTier):
+    """Loads end when the test lets them go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def load(self, rows: BlockRows, destinations: Sequence[Payload], deadline: float) -> LoadResult:
+        assert self.go_on.wait(10)
+        return super().load(rows, destinations, deadline)
+
+
+def test_a_rank_that_is_measured_answers_for_all() -> None:
+    """Another rank's part is here: what the one lacks is not asked for again until its load has ended."""
+    spec, redis = make_spec("ranks"), StallingTier()
+    chain = make_chain(spec, "abcd")
+    options = StoreOptions(recompute_tokens_per_second=1e12)
+    with make_rig(time.monotonic, [(spec, SPLIT)], RigOptions(redis=redis, store=options)) as rig:
+        for shard in SPLIT:
+            rig.write(chain, shard)
+        rig.settle()
+        rig.store.clear(None)
+        first = rig.store.acquire("first", chain, SPLIT[:1])
+        rig.store.wait(first, 10)
+        assert first.blocks == 4, "nothing was known"
+        rig.store.release(first)
+        rig.store.clear(None)
+        rig.write(chain, SPLIT[1])
+        redis.go_on.clear()
+        leases = []
+        for name in ("refused", "later"):
+            leases.append(rig.store.acquire(name, chain, SPLIT))
+            rig.store.wait(leases[-1], 0.5)
+        assert [(lease.pending, lease.cause) for lease in leases] == [(0, MissCause.SLOWER)] * 2
+        redis.go_on.set()
+        for lease in leases:
+            rig.store.release(lease)
+        rig.settle()
+        rig.store.check()
+
 
 class Skipping:
     """The machine's clock, which a test may set forward."""
@@ -122,9 +180,9 @@ class Bench:
         self.clock = clock
         self.rig = rig
 
-    def ask(self, chain: Chain, first_block: int = 0) -> Lease:
+    def ask(self, chain: Chain, shards: tuple[Shard, ...] = (WHOLE,)) -> Lease:
         """A request that waits for all that comes, and compares it."""
-        lease = self.rig.store.acquire("r", chain, first_block=first_block)
+        lease = self.rig.store.acquire("r", chain, shards)
         self.rig.store.wait(lease, 20.0)
         self.rig.assert_promised(lease)
         self.rig.store.release(lease)
@@ -147,10 +205,12 @@ class Bench:
 
 
 @contextmanager
-def bench_on(proxy: Proxy, options: StoreOptions) -> Iterator[Bench]:
+def bench_on(
+    proxy: Proxy, options: StoreOptions, known: tuple[NamespaceSpec, tuple[Shard, ...]] = (SPEC, (WHOLE,))
+) -> Iterator[Bench]:
     clock = Skipping()
     redis = RedisTier(RedisOptions(f"redis://127.0.0.1:{proxy.port}", connections=1), clock)
-    with make_rig(clock, [(SPEC, (WHOLE,))], RigOptions(8, redis=redis, store=options)) as rig:
+    with make_rig(clock, [known], RigOptions(8, redis=redis, store=options)) as rig:
         yield Bench(proxy, clock, rig)
         rig.settle()
         rig.store.check()
@@ -245,11 +305,19 @@ class TestStore:
         assert bench.last.hit_tokens == {TierName.HOST: 8}
         assert bench.last.miss_tokens == {MissCause.SLOWER: 28}
 
+    def test_who_was_counted_before_waits_all_the_same(self, bench: Bench) -> None:
+        bench.ask(PROMPTS[0])
+        bench.forget()
+        lease = bench.rig.store.acquire_uncounted(("", "back from a preemption"), PROMPTS[1])
+        bench.rig.store.wait(lease, 20.0)
+        assert (lease.blocks, lease.cause) == (0, MissCause.SLOWER)
+        bench.rig.store.release(lease)
+
     def test_who_prefetches_does_not_wait_and_gets_it(self, bench: Bench) -> None:
         bench.ask(PROMPTS[0])
         bench.forget()
         bench.clock.ahead += 60
-        lease = bench.rig.store.acquire_uncounted(("", "prefetch"), PROMPTS[1])
+        lease = bench.rig.store.acquire_uncounted(("", "prefetch"), PROMPTS[1], waits=False)
         bench.rig.store.wait(lease, 20.0)
         assert lease.blocks == 9
         bench.rig.store.release(lease)
@@ -261,7 +329,7 @@ class TestStore:
         bench.clock.ahead += 60
         refused = bench.rig.store.acquire("r", PROMPTS[1])
         bench.rig.store.wait(refused, 20.0)
-        lease = bench.rig.store.acquire_uncounted(("", "prefetch"), PROMPTS[1])
+        lease = bench.rig.store.acquire_uncounted(("", "prefetch"), PROMPTS[1], waits=False)
         bench.rig.store.wait(lease, 20.0)
         assert (refused.blocks, lease.blocks) == (0, 9)
         bench.rig.store.release(lease)
@@ -273,6 +341,25 @@ class TestStore:
             bench.forget()
             bench.clock.ahead += 1.5
             assert bench.ask(PROMPTS[1]).cause is MissCause.SLOWER
+
+    def test_ranks_that_load_at_once_are_not_slow(self, proxy: Proxy) -> None:
+        """Eight parts of a prompt share a link: each waits for the others, and the link is no slower."""
+        known = make_spec("ranks"), tuple(Shard(rank, 8) for rank in range(8))
+        chains = [make_chain(known[0], letters) for letters in ("abcd", "efgh", "ijkl")]
+        proxy.behaviour = FAST
+        # 8 x 4 blocks of 1.4 kB take 110 ms; to compute them, 400 ms.
+        options = replace(PATIENT, recompute_tokens_per_second=40.0)
+        with bench_on(proxy, options, known) as bench:
+            for chain in chains:
+                for shard in known[1]:
+                    bench.rig.write(chain, shard)
+            bench.forget()
+            proxy.behaviour = DRIPPING
+            blocks = []
+            for chain in chains:
+                blocks.append(bench.ask(chain, known[1]).blocks)
+                bench.forget()
+            assert blocks == [4, 4, 4]
 
     def test_without_a_rate_all_is_loaded(self, proxy: Proxy) -> None:
         with bench_on(proxy, replace(PATIENT, recompute_tokens_per_second=None)) as bench:

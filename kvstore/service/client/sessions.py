@@ -45,7 +45,7 @@ class Session:
         pool: PoolView | None,
         mapping: ExitStack,
     ) -> None:
-        """``mapping`` is closed before the pool is let go."""
+        """``mapping`` lets the ``pool`` go when it is closed."""
         self.epoch: int = answer.epoch
         self.number = number
         self.lease_seconds: float = answer.lease_seconds
@@ -113,7 +113,6 @@ class Session:
             pool, self._pool, self._over = self._pool, None, True
         if pool is not None:
             self._mapping.close()
-            pool.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +210,11 @@ class Sessions:
             # Under a new number, too: a registration of the old one that says otherwise may be on its way.
             self._number, self._maps = _draw(), False
             return None
-        mapping = ExitStack()
-        if self._options.around_mapping is not None:
-            mapping.enter_context(self._options.around_mapping(pool.memory))
-        return Session(answer, self._number, pool, mapping)
+        with ExitStack() as mapping:
+            mapping.callback(pool.close)
+            if self._options.around_mapping is not None:
+                mapping.enter_context(self._options.around_mapping(pool.memory))
+            return Session(answer, self._number, pool, mapping.pop_all())
 
     def _renew_identity(self) -> None:
         # Slots that the old number was writing stay out of use as long as its lock is held, which is
