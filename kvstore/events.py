@@ -19,6 +19,9 @@ from kvstore.hints import NO_HINTS, Hints
 
 Seconds = NDArray[np.float64]
 
+_SETTLED_BYTES = 1024
+"""Of a settled request beside its hashes, its dictionaries above all."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -124,6 +127,11 @@ class RequestSettled:
     hit_blocks: int = 0
     hints: Hints = NO_HINTS
     first_block: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes while it waits for somebody, roughly."""
+        return len(self.hashes) + _SETTLED_BYTES
 
 
 @dataclass(frozen=True, slots=True)

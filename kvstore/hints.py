@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import NamedTuple
 
 from kvstore.errors import HintsError
@@ -34,7 +34,7 @@ def checked(hints: Hints) -> Hints:
             "that range, or leave it out"
         )
     idle = hints.idle_seconds
-    if idle is not None and not (math.isfinite(idle) and idle >= 0):
+    if idle is not None and not 0 <= idle <= sys.float_info.max:
         raise HintsError(
             f"hints.idle_seconds is {idle}, expected 0 or more and finite; correct it or leave it out"
         )

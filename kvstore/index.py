@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, BlockRows, Residency, Shard, SlotArray
 from kvstore.evict.base import Occupancy
-from kvstore.extents import SlotClass
+from kvstore.extents import ExtentMap, SlotClass
 from kvstore.table import hash_words
 
 NO_PARENT = -1
@@ -78,13 +78,18 @@ def claim(space: Space, rows: BlockRows, slots: SlotArray) -> NDArray[np.bool_]:
     return fresh
 
 
-def link(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) -> None:
-    """Make blocks findable, and count each as a child of its parent."""
+def link(space: Space, occupancy: Occupancy, extents: ExtentMap, rows: BlockRows, slots: SlotArray) -> None:
+    """Make blocks findable, and count each as a child of its parent, which is the block before it.
+
+    Hashes that a client makes up may name a parent of another place in a prompt. It is awaited for ever:
+    so no block can hang from itself over others, and each can go.
+    """
     keys = split_hashes(rows.hashes)
     numbers = slots.tolist()
     space.ready.update(zip(keys, numbers, strict=True))
     follows = np.zeros(len(numbers), dtype=np.bool_)
     follows[1:] = (hash_words(rows.parents)[1:] == hash_words(rows.hashes)[:-1]).all(axis=1)
+    follows[1:] &= np.diff(rows.indexes) == 1
     followers = np.flatnonzero(follows)
     occupancy.parent[slots[followers]] = slots[followers - 1]
     occupancy.children[slots[followers - 1]] += 1
@@ -92,12 +97,22 @@ def link(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) 
         if rows.indexes[head] == 0:
             occupancy.parent[numbers[head]] = NO_PARENT
             continue
-        _adopt(space, occupancy, bytes(rows.parent_at(head)), numbers[head])
+        parent = bytes(rows.parent_at(head))
+        parent_slot = space.ready.get(parent, NO_PARENT)
+        if parent_slot != NO_PARENT and precedes(extents, parent_slot, numbers[head]):
+            occupancy.parent[numbers[head]] = parent_slot
+            occupancy.children[parent_slot] += 1
+        else:
+            occupancy.parent[numbers[head]] = NO_PARENT
+            space.awaiting.setdefault(parent, set()).add(numbers[head])
     if space.awaiting:
         for key, number in zip(keys, numbers, strict=True):
-            for child in space.awaiting.pop(key, ()):
-                occupancy.parent[child] = number
-                occupancy.children[number] += 1
+            _adopt_waiting(space, occupancy, extents, key, number)
+
+
+def precedes(extents: ExtentMap, parent: int, child: int) -> bool:
+    """Whether a slot's block has the place in its prompt before that of another slot's."""
+    return _index_at(extents, parent) + 1 == _index_at(extents, child)
 
 
 def unlink(space: Space, occupancy: Occupancy, rows: BlockRows, slots: SlotArray) -> None:
@@ -134,13 +149,18 @@ def await_parent(space: Space, rows: BlockRows, slots: SlotArray) -> None:
         space.awaiting.setdefault(bytes(rows.parent_at(block)), set()).add(slot)
 
 
-def _adopt(space: Space, occupancy: Occupancy, parent: bytes, slot: int) -> None:
-    parent_slot = space.ready.get(parent, NO_PARENT)
-    occupancy.parent[slot] = parent_slot
-    if parent_slot == NO_PARENT:
-        space.awaiting.setdefault(parent, set()).add(slot)
-    else:
-        occupancy.children[parent_slot] += 1
+def _adopt_waiting(space: Space, occupancy: Occupancy, extents: ExtentMap, key: bytes, slot: int) -> None:
+    """Those that wait for the block of this name hang from it now."""
+    for child in list(space.awaiting.get(key, ())):
+        if precedes(extents, slot, child):
+            occupancy.parent[child] = slot
+            occupancy.children[slot] += 1
+            _stop_waiting(space, key, child)
+
+
+def _index_at(extents: ExtentMap, slot: int) -> int:
+    extent = extents.containing(slot)
+    return int(extent.table.index[slot - extent.base])
 
 
 def _stop_waiting(space: Space, parent: bytes, slot: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
@@ -19,7 +21,11 @@ REPEATS_MAX = 10
 WINDOW_SECONDS = 60.0
 
 _KINDS_MAX = 1024
-_HIDDEN = re.compile(r"\b(?:0x)?[0-9a-fA-F]{32,}\b")
+_HIDDEN = re.compile(
+    r"""(?:0x)?[0-9a-fA-F]{32,}  # a root or a hash as text
+    | \bb'(?:[^'\\]|\\.){16,}' | \bb"(?:[^"\\]|\\.){16,}"  # as Python shows bytes""",
+    re.VERBOSE,
+)
 _HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Kind = tuple[str, str]
@@ -48,7 +54,8 @@ def logging_to(path: Path | None, *, level: str, as_json: bool) -> Iterator[None
             handler.handle(record)
         root.removeHandler(handler)
         root.setLevel(before)
-        handler.close()
+        with suppress(OSError):  # of a full disk, which has been told of
+            handler.close()
 
 
 class Throttle(logging.Filter):
@@ -69,7 +76,7 @@ class Throttle(logging.Filter):
         kind = record.name, str(record.msg)
         count = self._kinds.get(kind)
         if count is None:
-            count = self._kinds[kind] = _Count(record)
+            count = self._kinds[kind] = _Count(record.created)
             if len(self._kinds) > _KINDS_MAX:
                 self._kinds.popitem(last=False)
         if not count.admits(record):
@@ -79,24 +86,25 @@ class Throttle(logging.Filter):
 
     def left_out(self) -> list[logging.LogRecord]:
         """For each kind of which some were left out and not told of yet, its last record, to be shown."""
-        return [count.last for count in self._kinds.values() if count.end()]
+        # A copy, since other threads may log on.
+        return [last for count in list(self._kinds.values()) if (last := count.end()) is not None]
 
 
 class _Count:
     """Messages of one kind in the present window."""
 
-    def __init__(self, record: logging.LogRecord) -> None:
-        self._since = record.created
+    def __init__(self, since: float) -> None:
+        self._since = since
         self._shown = self._left_out = 0
-        self.last = record
+        self._last: logging.LogRecord | None = None
 
     def admits(self, record: logging.LogRecord) -> bool:
         """Whether to show it; counted either way."""
         if record.created - self._since >= WINDOW_SECONDS:
             self._since, self._shown = record.created, 0
-        self.last = record
         if self._shown >= REPEATS_MAX:
             self._left_out += 1
+            self._last = _without_frames(record)
             return False
         self._shown += 1
         return True
@@ -106,13 +114,22 @@ class _Count:
         left_out, self._left_out = self._left_out, 0
         return left_out
 
-    def end(self) -> bool:
-        """Admit the last one, which is told now; False when nothing was left out."""
+    def end(self) -> logging.LogRecord | None:
+        """Admit the last one, which is to be shown now; None when nothing was left out."""
         if not self._left_out:
-            return False
+            return None
         self._left_out -= 1
         self._shown = 0
-        return True
+        return self._last
+
+
+def _without_frames(record: logging.LogRecord) -> logging.LogRecord:
+    """To be kept: a traceback would keep alive all that was in reach where the error happened."""
+    kept = copy(record)
+    kept.exc_info = None
+    if isinstance(kept.args, tuple):
+        kept.args = tuple(str(each) if isinstance(each, BaseException) else each for each in kept.args)
+    return kept
 
 
 class _HumanFormatter(logging.Formatter):
@@ -148,11 +165,32 @@ def _without_names(text: str) -> str:
     return _HIDDEN.sub("(hidden)", text)
 
 
+class _FileHandler(WatchedFileHandler):
+    """Says on stderr what the file does not take, as on a full disk, and never fails whoever logs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._instead = logging.StreamHandler()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # it was moved away, and cannot be opened anew
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        if isinstance(sys.exc_info()[1], OSError):
+            self._instead.setFormatter(self.formatter)
+            self._instead.emit(record)
+        else:
+            super().handleError(record)
+
+
 def _handler(path: Path | None) -> logging.Handler:
     if path is None:
         return logging.StreamHandler()
     try:
-        return WatchedFileHandler(path, encoding="utf-8")
+        return _FileHandler(path)
     except OSError as error:
         raise ConfigError(
             f"log_file = {path} cannot be written ({error.strerror}): name a file in a folder that exists "

@@ -254,7 +254,8 @@ _TABLE = (
     Metric(
         "kvstore_skipped_requests_total",
         Kind.COUNTER,
-        "Requests that came faster than something beside the store could follow, and that it leaves out.",
+        "Requests that something beside the store left out: they came faster than it could follow, or it "
+        "failed on them.",
         Source.STORE,
         {"by": _one_of(("whatif", "recording"))},
     ),

@@ -12,7 +12,7 @@ and for one tier, over what was asked of that tier:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -54,12 +54,14 @@ __all__ = [
 ]
 
 _WAITING_MAX = 4096
+_OPENMETRICS = "application/openmetrics-text"
 _NOTHING: Mapping[TierName, int] = MappingProxyType({})
 
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
     """All that is in the registry, and its content type: OpenMetrics where ``accept`` asks for that."""
-    encode, content_type = choose_encoder(accept)
+    # Of its parameters nothing is used: the library compares versions, also of who sends words for them.
+    encode, content_type = choose_encoder(_OPENMETRICS if _OPENMETRICS in accept.lower() else "")
     return encode(registry), content_type
 
 
@@ -89,6 +91,7 @@ class Metrics:
         """
         self._model_of = model_of
         self._models = _Names(MODELS_MAX)
+        self._label_of: dict[bytes, str] = {}
         self._asked = _Values("kvstore_asked_tokens_total", registry)
         self._hit = _Values("kvstore_hit_tokens_total", registry)
         self._miss = _Values("kvstore_miss_tokens_total", registry)
@@ -142,7 +145,9 @@ class Metrics:
         return self._unread.values.get((tier,), 0)
 
     def _settle(self, event: RequestSettled) -> None:
-        model = self._models.label(self._model_of(event.namespace))
+        model = self._label_of.get(event.namespace)
+        if model is None:
+            model = self._label_of[event.namespace] = self._models.label(self._model_of(event.namespace))
         self._asked.add((model,), event.asked_tokens)
         for tier, tokens in event.hit_tokens.items():
             self._hit.add((model, tier), tokens)
@@ -269,7 +274,7 @@ class _Values(Collector):
 
     def __init__(self, name: str, registry: CollectorRegistry) -> None:
         self._name = name
-        # In a list each, so that adding looks a key up once: an enum's hash is computed in Python.
+        # In a list each, so that adding looks a key up once.
         self._cells: dict[tuple[str, ...], list[int]] = {} if METRICS[name].labels else {(): [0]}
         registry.register(self)
 
@@ -312,8 +317,7 @@ class BlockAges(Collector):
     def _sort(self) -> None:
         for tier, parts in self._waiting.items():
             seconds = np.concatenate(parts)
-            buckets = np.searchsorted(self._metric.buckets, seconds)
-            counts = np.bincount(buckets, minlength=len(self._metric.buckets) + 1)
+            counts = _cumulative(seconds, self._metric.buckets)
             self._counts[tier] = self._counts.get(tier, 0) + counts
             self._sums[tier] = self._sums.get(tier, 0.0) + float(seconds.sum())
         self._waiting.clear()
@@ -325,10 +329,19 @@ class BlockAges(Collector):
         family = HistogramMetricFamily(metric.name, metric.help, labels=[*metric.labels])
         bounds = [*map(floatToGoString, (*metric.buckets, math.inf))]
         for tier, counts in self._counts.items():
-            family.add_metric(
-                [tier], list(zip(bounds, counts.cumsum().tolist(), strict=True)), self._sums[tier]
-            )
+            family.add_metric([tier], list(zip(bounds, counts.tolist(), strict=True)), self._sums[tier])
         yield family
+
+
+def _cumulative(seconds: Seconds, bounds: Sequence[float]) -> NDArray[np.int64]:
+    """How many are at most each bound, and last how many there are."""
+    counts = np.full(len(bounds) + 1, len(seconds), dtype=np.int64)
+    for place, bound in enumerate(bounds):
+        below = np.count_nonzero(seconds <= bound)
+        if below == len(seconds):
+            break  # mostly after the first few bounds
+        counts[place] = below
+    return counts
 
 
 class _Names:

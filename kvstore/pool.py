@@ -324,7 +324,7 @@ class BlockPool:
         for space, slots in blocks:
             self._spaces.give(slots, space)
             self._ledger.move(slots, SlotState.FREE, SlotState.READY)
-            link(space, self.occupancy, self.rows_of(slots), slots)
+            link(space, self.occupancy, self.extents, self.rows_of(slots), slots)
             self._shares.count(space, len(slots))
             space.lost = True  # what is not among them need not be new
         self._queue_up(blocks)
@@ -362,7 +362,7 @@ class BlockPool:
             table.checksum[table_rows] = sums[positions]
             table.lease_until[table_rows] = 0
             table.checked[table_rows] = 1
-        link(space, self.occupancy, rows, slots)
+        link(space, self.occupancy, self.extents, rows, slots)
         self._shares.count(space, len(slots))
         self._ledger.move(slots, SlotState.STAGED, SlotState.READY)
         # Last of all, so that a reader who sees an even generation sees the block whole.

@@ -1,7 +1,8 @@
 """A recording of what was asked, to replay with other policies and sizes: salted names, never tokens.
 
 JSON lines. The first is ``{"recording": 1, "block_size": tokens, "created": ISO time}``; ``block_size`` is
-that of the first request. Then one object a settled request, in the order in which they were settled:
+that of the first request. Then one object a settled request that asked for a whole block, in the order in
+which they were settled:
 
     {"time": seconds since the recording began, "namespace": 8 hex digits, "prompt_tokens": n,
      "block_size": tokens, "hashes": [one 64-bit number a whole block], "hit_blocks": h,
@@ -47,7 +48,8 @@ class Recorder:
     ) -> None:
         """Creates the file, or where it exists the next of ``name.1.jsonl``, …; ConfigError if it cannot.
 
-        It is packed where the name ends in ``.gz``. At ``max_bytes`` the recording is over.
+        It is packed where the name ends in ``.gz``. At ``max_bytes`` the recording is over, and where the
+        disk takes no more. One without a request is removed at its end.
         """
         self.path, raw = _create(path)
         self._raw = raw
@@ -64,22 +66,45 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestSettled) and not self._full:
-            self._sideline.put(event, len(event.hashes) + HASH_BYTES)
+            self._sideline.put(event, event.nbytes)
 
     @property
     def dropped(self) -> int:
-        """Requests that are not in the file, since they came faster than they could be written."""
-        return self._sideline.dropped
+        """Requests that the file lacks, since they came faster than they could be written."""
+        return self._sideline.skipped
 
     def close(self) -> None:
         """Write what is queued, and close the file. Idempotent."""
-        if self._sideline.close() and not self._raw.closed:
-            self._file.close()
-            self._raw.close()
+        if not self._sideline.close():
+            _log.warning("the recording %s lacks the last requests: it was slower than they", self.path)
+        elif not self._raw.closed:
+            try:
+                with self._raw:
+                    self._file.close()
+            except OSError as error:
+                self._give_up(error)
+            if not self._headed:
+                self.path.unlink(missing_ok=True)
 
     def _write(self, event: RequestSettled) -> None:
         if self._full:
             return
+        try:
+            self._append(event)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """What is written after a part that is missing could not be read."""
+        if not self._full:
+            _log.error(
+                "the recording %s is over, its last line may be cut (%s): make room, or name another file",
+                self.path,
+                error.strerror or error,
+            )
+        self._full = True
+
+    def _append(self, event: RequestSettled) -> None:
         blocks = len(event.hashes) // HASH_BYTES
         whole = event.asked_tokens - event.miss_tokens.get(MissCause.TAIL, 0)
         counted = blocks - event.first_block
@@ -103,6 +128,7 @@ class Recorder:
         }
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         if self._raw.tell() >= self._max_bytes:
+            self._file.flush()
             self._full = True
             _log.warning("the recording %s is over: it has reached %d bytes", self.path, self._max_bytes)
 
@@ -116,9 +142,12 @@ class Recorder:
     def _flush(self) -> None:
         """So that a server that is killed leaves all but the last second."""
         now = self._clock()
-        if now - self._flushed >= FLUSH_SECONDS and not self._raw.closed:
+        if now - self._flushed >= FLUSH_SECONDS and not self._full:
             self._flushed = now
-            self._file.flush()
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
 
 
 def _private(path: str, flags: int) -> int:
@@ -127,6 +156,8 @@ def _private(path: str, flags: int) -> int:
 
 def _create(path: Path) -> tuple[Path, BufferedWriter]:
     """A new file that only its owner reads: of this name, or of the first numbered one that is free."""
+    if path.is_dir():
+        raise ConfigError(f"record_path = {path} is a folder, expected a file: name one in it")
     stem, suffixes = path.name.partition(".")[0], "".join(path.suffixes)
     for number in range(_NAMES_MAX):
         free = path.with_name(f"{stem}.{number}{suffixes}") if number else path

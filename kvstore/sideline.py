@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -14,6 +14,7 @@ Item = TypeVar("Item")
 QUEUE_BYTES = 16 << 20
 PAUSE_SECONDS = 0.0005
 """Between two items: the owner, who may wait for the interpreter's lock, is let go first."""
+IDLE_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ def _nothing() -> None:
 class Sideline(Generic[Item]):
     """Hands items to ``work`` on a thread of its own, in order. ``put`` never waits: one owner calls it.
 
-    An item that ``work`` fails on is logged and counted in ``failures``, and the next one follows.
+    An item that ``work`` fails on is logged and counted in ``failures``, and the next one follows. ``idle``
+    must not raise.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class Sideline(Generic[Item]):
         queue_bytes: int = QUEUE_BYTES,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
-        """``idle`` is called on the thread whenever nothing is left to do, and at the end."""
+        """``idle`` is called on the thread when nothing is left to do, again and again, and at the end."""
         self._pause_seconds = pause_seconds
         self._work = work
         self._idle = idle
@@ -61,6 +63,11 @@ class Sideline(Generic[Item]):
         self._queue.put((item, size))
 
     @property
+    def skipped(self) -> int:
+        """Items that were dropped, or that ``work`` failed on."""
+        return self.dropped + self.failures
+
+    @property
     def idle(self) -> bool:
         """Whether everything that was put is done."""
         return self._put_bytes == self._done_bytes
@@ -73,19 +80,26 @@ class Sideline(Generic[Item]):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
+        while (entry := self._next()) is not None:
             item, size = entry
-            self._do(lambda item=item: self._work(item))  # type: ignore[misc]
+            self._work_on(item)
             if self._queue.empty():
-                self._do(self._idle)
+                self._idle()
             self._done_bytes += size
             if not self._ending:
                 time.sleep(self._pause_seconds)
-        self._do(self._idle)
+        self._idle()
 
-    def _do(self, what: Callable[[], None]) -> None:
+    def _next(self) -> tuple[Item, int] | None:
+        while True:
+            try:
+                return self._queue.get(timeout=IDLE_SECONDS)
+            except Empty:
+                self._idle()
+
+    def _work_on(self, item: Item) -> None:
         try:
-            what()
+            self._work(item)
         except Exception:  # noqa: BLE001 - whatever it is, the next item has nothing to do with it
             self.failures += 1
             _log.exception("%s failed", self._thread.name)

@@ -43,10 +43,6 @@ class Request:
     block_tokens: int
     hints: Hints = NO_HINTS
 
-    def tokens_in(self, blocks: int) -> int:
-        """Prompt tokens in the first ``blocks`` blocks."""
-        return min(self.tokens, blocks * self.block_tokens)
-
 
 class _Line(BaseModel):
     """The fields of a line that a replay needs; others are not looked at."""
@@ -135,7 +131,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise TraceError(
             f"{path} cannot be read after line {number} ({reason}), expected JSON lines, plain or gzipped; "
-            "check the path, or fetch the file again"
+            "check the path, fetch the file again, or unpack what there is of it with gzip -dc"
         ) from error
 
 

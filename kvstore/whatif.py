@@ -21,6 +21,7 @@ from kvstore.block import HASH_BYTES, MissCause, SlotArray
 from kvstore.events import Event, RequestSettled
 from kvstore.evict.base import Evictor, Occupancy, Touch
 from kvstore.hints import Hints
+from kvstore.index import distinct_head, split_hashes
 from kvstore.sideline import PAUSE_SECONDS, Sideline
 from kvstore.table import hash_words
 
@@ -96,12 +97,12 @@ class WhatIf:
         size = self._sizes.get(event.namespace) or self._block_bytes(event.namespace)
         if size:
             self._sizes[event.namespace] = size
-            self._sideline.put(_Asked(event, size), len(event.hashes) + HASH_BYTES)
+            self._sideline.put(_Asked(event, size), event.nbytes)
 
     @property
     def dropped(self) -> int:
-        """Requests that were not looked at, since too many came at once."""
-        return self._sideline.dropped
+        """Requests that are not in the estimates: too many came at once, or they could not be followed."""
+        return self._sideline.skipped
 
     @property
     def idle(self) -> bool:
@@ -150,11 +151,13 @@ class WhatIf:
         ids = self._names.of(words, block_bytes)
         for ghost in self._ghosts:
             ghost.cover(len(self._names.sizes))
-        hashes = words.tobytes()
-        for place, ghost in enumerate(self._ghosts):
-            hits = ghost.serve(ids, hashes, event.time, event.hints)
-            self._missed[place] += (len(ids) - max(own, hits)) * tokens
-        self._names.recycle(ids)
+        hashes = words[: len(ids)].tobytes()
+        try:
+            for place, ghost in enumerate(self._ghosts):
+                hits = ghost.serve(ids, hashes, event.time, event.hints)
+                self._missed[place] += (len(ids) - max(own, hits)) * tokens
+        finally:
+            self._names.recycle(ids)
 
     def _in_sample(self, words: NDArray[np.uint64]) -> NDArray[np.bool_]:
         if not self._bits:
@@ -192,8 +195,8 @@ class _Names:
         return len(self._numbers)
 
     def of(self, words: NDArray[np.uint64], block_bytes: int) -> SlotArray:
-        """A number for each name, new ones where there is none yet."""
-        names: list[bytes] = np.ascontiguousarray(words).view(f"V{HASH_BYTES}").reshape(-1).tolist()
+        """A number for each name before one that comes again, new ones where there is none yet."""
+        names = distinct_head(split_hashes(words.tobytes()))
         ids = np.array([self._number(name) for name in names], dtype=np.int64)
         if len(self._names) > len(self.sizes):
             grown = max(64, 2 * len(self._names))
@@ -248,12 +251,15 @@ class _Ghost:
 
     def serve(self, ids: SlotArray, hashes: bytes, time: float, hints: Hints) -> int:
         """Leading blocks of a request that are here; all of it is from then on, as far as it fits."""
-        # Only leaves go, so what is resident of a chain is a leading run.
-        hits = int(np.count_nonzero(self._resident[ids]))
+        resident = self._resident[ids]
+        # Names that a client makes up may lead to a block that hangs from another one: it is no hit, and
+        # nothing is kept behind it.
+        above = np.concatenate(([_NO_PARENT], ids[:-1]))
+        hits = _leading(resident & (self._occupancy.parent[ids] == above))
         self._evictor.touch(Touch(hashes, ids[:hits], hits, time, hints))
-        if hits < len(ids):
+        if absent := _leading(~resident[hits:]):
             parent = int(ids[hits - 1]) if hits else _NO_PARENT
-            self._bring(ids[hits:], hashes[hits * HASH_BYTES :], parent, time)
+            self._bring(ids[hits : hits + absent], hashes[hits * HASH_BYTES :], parent, time)
         return hits
 
     def _bring(self, missing: SlotArray, hashes: bytes, parent: int, time: float) -> None:
@@ -292,6 +298,10 @@ class _Ghost:
             names.left.append(victims)
         if parent != _NO_PARENT:
             occupancy.pins[parent] -= 1
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)

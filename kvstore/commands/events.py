@@ -32,8 +32,7 @@ def parse_cursor(text: str | None) -> Cursor:
 
 def watch_events(operator: Operator, since: Cursor, most: int) -> Iterator[Answer]:
     """Each event as it comes, ``most`` of them, 0 for no end; a gap is an answer of its own."""
-    models = {report.root: report.spec.namespace.model for report in operator.namespaces()}
-    answers = _answers(operator.events(epoch=since[0], sequence=since[1]), operator, models)
+    answers = _answers(operator.events(epoch=since[0], sequence=since[1]), operator, _models(operator))
     return islice(answers, most) if most else answers
 
 
@@ -45,8 +44,13 @@ def _answers(batches: Iterator[EventBatch], operator: Operator, models: dict[byt
         first = batch.sequence - len(batch.events) + 1
         for sequence, event in enumerate(batch.events, first):
             if event.namespace not in models:
-                models |= {report.root: report.spec.namespace.model for report in operator.namespaces()}
-            yield _answer(batch.epoch, sequence, event, models.get(event.namespace, ""))
+                # One that is not registered has no name, and is asked for once.
+                models |= {event.namespace: ""} | _models(operator)
+            yield _answer(batch.epoch, sequence, event, models[event.namespace])
+
+
+def _models(operator: Operator) -> dict[bytes, str]:
+    return {report.root: report.spec.namespace.model for report in operator.namespaces()}
 
 
 def _answer(epoch: int, sequence: int, event: BlockEvent, model: str) -> Answer:

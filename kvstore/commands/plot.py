@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from kvstore.errors import ConfigError
+from kvstore.simulate import ORACLE
 
 _FORMATS = (".png", ".svg")
 _INCHES = (8, 5)
-_ORACLE = "oracle"
 
 
 def plotter(path: Path) -> Callable[[Mapping[str, Any]], None]:
@@ -36,7 +36,7 @@ def _draw(path: Path, facts: Mapping[str, Any]) -> None:
             if row["policy"] == policy and row["capacity_blocks"] is not None
         )
         line = axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=policy)
-        if policy == _ORACLE:
+        if policy == ORACLE:
             line[0].set(linestyle="--", color="black")
     ceiling = facts["unlimited"]["hit_blocks"]
     axes.axhline(ceiling, color="grey", linestyle=":", label=f"unlimited: {ceiling:.1%}")
@@ -51,7 +51,7 @@ def _draw(path: Path, facts: Mapping[str, Any]) -> None:
     axes.legend()
     try:
         # Without a date, and with ids that are not random, the same facts give the same file.
-        with rc_context({"svg.hashsalt": _ORACLE}):
+        with rc_context({"svg.hashsalt": ORACLE}):
             figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     except OSError as error:
         raise ConfigError(

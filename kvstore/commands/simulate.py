@@ -18,6 +18,7 @@ from kvstore.errors import ConfigError
 from kvstore.evict.lru import LRU
 from kvstore.quantity import parse_bytes
 from kvstore.simulate import (
+    ORACLE,
     POLICIES,
     FleetHits,
     FleetPlan,
@@ -92,7 +93,7 @@ def simulate(
     traces: Sequence[Path], options: SimulateOptions, environ: Mapping[str, str], messages: Console
 ) -> Answer:
     """Replay ``traces`` as one for each of the policies and capacities."""
-    policies = _policies(options.policy)
+    policies = _policies(options.policy, options.instances)
     share = None if options.recommend is None else _share(options.recommend)
     a_token = token_bytes(options, environ)
     rates = _rates(options, a_token)
@@ -118,15 +119,20 @@ def simulate(
     return Answer(facts, _parts(facts["trace"], bench, rows, share))
 
 
-def _policies(text: str) -> list[str]:
+def _policies(text: str, instances: int) -> list[str]:
     if text.strip() == _ALL:
-        return list(POLICIES)
+        return [name for name in POLICIES if name != ORACLE or instances == 1]
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in POLICIES:
             raise ConfigError(
                 f"--policy names {name!r}, expected {_ALL} or some of {', '.join(POLICIES)}; correct the name"
             )
+    if ORACLE in names and instances > 1:
+        raise ConfigError(
+            f"--policy names {ORACLE}, which knows the future of one cache, not what a router will send to "
+            f"each of {instances}; leave it out, or leave --instances out"
+        )
     return names
 
 

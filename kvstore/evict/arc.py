@@ -54,9 +54,10 @@ class ARC:
         chosen: list[int] = []
         while len(chosen) < limit and (slot := self._next()) is not None:
             chosen.append(slot)
-        recent, frequent = self._ghosts[_RECENT], self._ghosts[_FREQUENT]
-        recent.trim(self._room - self._leaves.sizes[_RECENT])
-        frequent.trim(2 * self._room - len(self._leaves) - len(recent))
+        if chosen:
+            recent, frequent = self._ghosts[_RECENT], self._ghosts[_FREQUENT]
+            recent.trim(self._room - self._leaves.sizes[_RECENT])
+            frequent.trim(2 * self._room - len(self._leaves) - len(recent))
         return np.array(chosen, dtype=np.int64)
 
     def _queue_for(self, name: bytes) -> int:

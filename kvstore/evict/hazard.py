@@ -154,7 +154,7 @@ class HazardModel:
         """
         curve = self._curves.get(kind)
         if curve is None:
-            self._weigh(np.array([kind]))
+            self.weigh(np.array([kind]))
             curve = self._curves[kind]
         if age < 0:
             return curve.hits / (curve.seconds - age)
@@ -183,10 +183,7 @@ class HazardModel:
         self._shape.learn(_shapes(columns), seen, foreseen)
         self._pace.learn(_paces(columns).ravel(), events.ravel(), expected.ravel())
         self._base = _base(self._events, self._exposure)
-        # What was asked for is asked for again: all at once costs little more than one.
-        asked = np.fromiter(self._curves, dtype=np.int64, count=len(self._curves))
         self._curves.clear()
-        self._weigh(asked)
 
     def fade(self) -> None:
         """Halve what was seen, so that the base follows a workload that changes."""
@@ -202,7 +199,8 @@ class HazardModel:
         )
         return np.asarray(by_kind[:, None] * self._pace.factor[_paces(columns)])
 
-    def _weigh(self, kinds: _Ints) -> None:
+    def weigh(self, kinds: _Ints) -> None:
+        """Compute what these kinds are worth at every age: all at once costs little more than one."""
         rates = self.rates(kinds)
         worth = gittins(rates)
         slope = np.zeros_like(worth)

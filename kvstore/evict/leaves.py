@@ -132,6 +132,8 @@ class Leaves:
         heappush(heap, (key, slot))
         if len(heap) > 2 * self.sizes[queue] + _SLACK:
             # In place: pop may be at work on it.
-            valid = {(place.key, each) for each, place in self._place.items() if place.queue == queue}
-            heap[:] = [(key, each) for key, each in valid if each not in self._aside]
+            place, aside = self._place, self._aside
+            heap[:] = {
+                (key, each) for key, each in heap if place.get(each) == (queue, key) and each not in aside
+            }
             heapify(heap)

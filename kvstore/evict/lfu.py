@@ -58,5 +58,6 @@ class LFU:
                 break
             chosen.append(slot)
             self._ghosts.put(self._name.pop(slot), self._uses.pop(slot))
-        self._ghosts.trim(_GHOSTS_A_BLOCK * (len(leaves) + len(chosen)))
+        if chosen:  # to ask in vain forgets nothing: who has nothing left may ask, or not
+            self._ghosts.trim(_GHOSTS_A_BLOCK * (len(leaves) + len(chosen)))
         return np.array(chosen, dtype=np.int64)

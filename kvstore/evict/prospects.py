@@ -14,6 +14,8 @@ _LEARN_EVERY_MOST = 64
 _LEARN_EVERY_LEAST = 32
 _LEARN_SHARE = 8
 _FADE_EVERY = 4096
+_WAITING_MOST = 4096
+"""Chains that ended since the model last learned; where clients only write there is no request to do it."""
 _UNREACHABLE = -1.0
 _FAVOURED_SHARE = 0.25
 """Where chains of higher priority fill more than this share of what is resident, it counts for nothing."""
@@ -45,7 +47,7 @@ class Prospects:
             return
         step = min(_LEARN_EVERY_MOST, max(_LEARN_EVERY_LEAST, self._requests // _LEARN_SHARE))
         self._learn_at = self._requests + step
-        self._model.learn(*self._watched.collect(self.now))
+        self._learn()
         fade = self._requests >= self._fade_at
         if fade:
             self._fade_at += _FADE_EVERY
@@ -67,6 +69,8 @@ class Prospects:
     def ended(self, chain: Chain) -> None:
         """A chain is watched no longer."""
         self._watched.end(chain.row, self.now, continued=False)
+        if self._watched.waiting > _WAITING_MOST:
+            self._learn()
 
     def tell(self, chain: Chain, hints: Hints) -> None:
         """What a chain's request says of its own future, in place of what it said before."""
@@ -81,6 +85,10 @@ class Prospects:
         self.blocks += blocks
         if chain.favour > 1:
             self.favoured += blocks
+
+    def _learn(self) -> None:
+        self._model.learn(*self._watched.collect(self.now))
+        self._model.weigh(self._watched.kinds())
 
     # -- worth --------------------------------------------------------------------------------------
 

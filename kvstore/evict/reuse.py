@@ -36,6 +36,7 @@ _HUB = 4
 _RESCORE_SHARE = 8
 _GHOSTS_A_BLOCK = 2
 _GHOSTS_LEAST = 64
+_HEAP_SLACK = 1024
 _LOOKS = 8
 _NO_KIND = -1
 
@@ -88,6 +89,8 @@ class Reuse:
         self._pass(time)
         chain = self._chains.awaiting(hashes[:HASH_BYTES]) or self._ending_at(parent)
         if chain is None:
+            # Where clients only write, nothing else comes by to forget those that are gone.
+            self._drop_ghosts()
             chain = self._open(len(slots), 0, _Line(0, time), NO_HINTS)
             self._chains.name(chain, keys_of(hashes), 0)
         if (beyond := len(slots) - chain.missing) > 0:
@@ -171,6 +174,9 @@ class Reuse:
 
     def _queue(self, chain: Chain) -> None:
         heappush(self._heap, (self._prospects.worth(chain), chain.number))
+        # Where nothing has to go nobody takes entries away, however many requests there are.
+        if len(self._heap) > 2 * len(self._cached) + _HEAP_SLACK:
+            self._rescore()
 
     def _rescore(self) -> None:
         """Ages have moved on: put all resident chains in order again."""
@@ -226,8 +232,11 @@ class Reuse:
         return line or _Line(0, self._prospects.now)
 
     def _part(self, chain: Chain, end: int, children: int) -> _Line | None:
-        """Take a chain's blocks up to ``end``; what is gone on from there, if anything is."""
-        if end <= chain.first:
+        """Take a chain's blocks up to ``end``; what is gone on from there, if anything is.
+
+        A name that a client made up may be of a chain that does not reach that far: nothing is taken.
+        """
+        if not chain.first < end <= chain.length:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
         line = None

@@ -55,7 +55,8 @@ class S3FIFO:
         while len(chosen) < limit and (slot := self._next()) is not None:
             chosen.append(slot)
             del self._name[slot], self._uses[slot]
-        self._ghosts.trim(self._leaves.sizes[_MAIN])
+        if chosen:
+            self._ghosts.trim(self._leaves.sizes[_MAIN])
         return np.array(chosen, dtype=np.int64)
 
     def _next(self) -> int | None:

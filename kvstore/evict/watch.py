@@ -25,6 +25,15 @@ class Watched:
         self._ended: list[tuple[int, float, float]] = []
         self._kinds = 0
 
+    @property
+    def waiting(self) -> int:
+        """Chains that have ended since the last ``collect``."""
+        return len(self._ended)
+
+    def kinds(self) -> NDArray[np.int64]:
+        """The kinds of the chains that are watched now, each once."""
+        return np.unique(self._kind[self._kind != _FREE])
+
     def begin(self, kind: int, now: float) -> int:
         """Watch a chain that can be continued from ``now`` on; the row that names it."""
         if not self._free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -21,6 +22,8 @@ from kvstore.v1 import admin_pb2, admin_pb2_grpc, block_pb2, types_pb2
 from kvstore.whatif import Estimate, WhatIf
 
 _EVENTS_MESSAGE_BYTES = 1 << 20
+_LISTED_AT_ONCE = 128
+_PAUSE_SECONDS = 0.0005
 _RECHECK_SECONDS = 5.0
 """How long a watcher goes on after its token has expired."""
 
@@ -54,21 +57,24 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async with self._gate.call("ListNamespaces", context, request) as caller:
             require_admin(caller)
             blocks, sizes = self._resident()
-            reports = [
-                admin_pb2.NamespaceReport(
-                    namespace=known.root.digest,
-                    spec=spec_message(known.spec),
-                    tenant=known.tenant,
-                    tiers=[
-                        block_pb2.TierBlocks(
-                            tier=TIERS[tier.name], blocks=blocks[tier.name, known.root.digest]
-                        )
-                        for tier in self._store.memory
-                    ],
-                    payload_bytes=sizes[known.root.digest],
+            reports: list[admin_pb2.NamespaceReport] = []
+            for known in self._parts.namespaces.all():
+                root = known.root.digest
+                tiers = [
+                    block_pb2.TierBlocks(tier=TIERS[tier.name], blocks=blocks[tier.name, root])
+                    for tier in self._store.memory
+                ]
+                reports.append(
+                    admin_pb2.NamespaceReport(
+                        namespace=root,
+                        spec=spec_message(known.spec),
+                        tenant=known.tenant,
+                        tiers=tiers,
+                        payload_bytes=sizes[root],
+                    )
                 )
-                for known in self._parts.namespaces.all()
-            ]
+                if len(reports) % _LISTED_AT_ONCE == 0:
+                    await asyncio.sleep(_PAUSE_SECONDS)  # others are served meanwhile
             return admin_pb2.ListNamespacesResponse(namespaces=reports)
 
     async def Clear(  # noqa: N802

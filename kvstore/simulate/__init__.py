@@ -6,12 +6,13 @@ No bytes are moved. A hit is a leading run: a block counts only when all blocks 
 from kvstore.simulate.counts import HitCounts, Shares, Traffic, count_hits
 from kvstore.simulate.fleet import Fleet, FleetHits, FleetPlan, Routing, replay_fleet
 from kvstore.simulate.instance import Instance, MakeEvictor
-from kvstore.simulate.policies import POLICIES
+from kvstore.simulate.policies import ORACLE, POLICIES
 from kvstore.simulate.replay import least_capacity, replay
 from kvstore.simulate.ttft import PrefillRates, TimesToFirstToken, times_to_first_token
 from kvstore.simulate.workload import Watch, Workload, each_request
 
 __all__ = [
+    "ORACLE",
     "POLICIES",
     "Fleet",
     "FleetHits",

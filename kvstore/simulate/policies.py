@@ -14,12 +14,13 @@ from kvstore.evict.s3fifo import S3FIFO
 from kvstore.simulate.instance import MakeEvictor
 from kvstore.simulate.workload import Workload
 
+ORACLE = "oracle"
 POLICIES: dict[str, Callable[[Workload], MakeEvictor]] = {
     "lru": lambda _: LRU,
     "lfu": lambda _: LFU,
     "s3fifo": lambda _: S3FIFO,
     "arc": lambda _: ARC,
     "reuse": lambda _: Reuse,
-    "oracle": lambda workload: partial(Oracle, future=next_uses(workload.blocks)),
+    ORACLE: lambda workload: partial(Oracle, future=next_uses(workload.blocks)),
 }
-"""The oracle has read the workload; all others see it as it comes."""
+"""The oracle has read the workload, and has to be asked for all of it; all others see it as it comes."""

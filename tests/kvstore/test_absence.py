@@ -136,6 +136,20 @@ def test_memory_is_fixed_and_what_it_forgets_is_unknown() -> None:
     assert proof.blocks == {MissCause.COLD: 400}, "one that was never here proves the rest"
 
 
+@pytest.mark.timeout(10)
+def test_names_that_are_made_up_to_fall_into_one_set_cost_no_more_than_others() -> None:
+    """100,000 at once: one after another would take minutes. What the set cannot hold it has forgotten."""
+    absences = Absences(memory_for(0), TTL)
+    alike = np.zeros((100_000, 2), dtype=np.uint64)
+    alike[:, 0] = 2 * np.arange(len(alike), dtype=np.uint64)
+    hashes = alike.tobytes()
+    absences(removed(names(1) + hashes, RemovalCause.CAPACITY))
+    assert absences.causes(SPACE, names(1), 0.0) == [MissCause.EVICTED]
+    causes = absences.causes(SPACE, hashes, 0.0)
+    assert causes.count(MissCause.EVICTED) == 8
+    assert causes.count(MissCause.UNKNOWN) == len(alike) - 8
+
+
 @pytest.mark.parametrize(("pool_bytes", "size"), [(0, 256 << 10), (1 << 30, 16 << 20), (1 << 40, 64 << 20)])
 def test_memory_is_a_share_of_the_pool_between_bounds(pool_bytes: int, size: int) -> None:
     assert memory_for(pool_bytes) == size

@@ -189,3 +189,30 @@ def test_the_worst_hash_of_all_is_a_cold_cache(rig: Rig, redis: DictTier) -> Non
         rig.store.release(each)
     assert len(redis.values) == 1
     assert rig.store.usage()[TierName.HOST].ready == 1024
+
+
+@pytest.mark.parametrize("prompts", [["ba", "ab"], ["abca"], ["xba", "zab"], ["yxcb", "ycbx"]])
+def test_names_that_a_client_makes_up_cannot_make_blocks_hang_from_themselves(
+    rig: Rig, prompts: list[str]
+) -> None:
+    """Rings have no leaf: nothing of them could go, and who follows parents would never come to an end."""
+    for prompt in prompts:
+        with rig.store.write(made_up(prompt), first_block=1):
+            pass
+    rig.settle()
+    rig.store.check()
+    pool = rig.host.pool
+    assert pool.usage().ready
+    for space in pool.spaces():
+        pool.regroup(space, 1)
+    for slot_class in pool.extents.classes():
+        pool.evict(slot_class, pool.extents.slots)
+    assert not pool.usage().ready
+
+
+def made_up(names: str) -> Chain:
+    """A prompt in which a letter is a block's hash, wherever it stands."""
+    hashes = b"".join(name.encode() * 16 for name in names)
+    size = SPEC.block_size
+    tokens = np.zeros((len(names), size), dtype=np.uint32)
+    return Chain(SPEC.root, hashes, len(names) * size, tokens, np.zeros(len(names), dtype=np.uint64))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvstore.block import WHOLE, TierName
+from kvstore.hints import Hints
 from kvstore.metric_table import METRICS, MODELS_MAX, OTHER, Kind
 from kvstore.metrics import Metrics, StoreGauges, render
 from kvstore.store import TieredStore, Tiers
@@ -21,6 +22,7 @@ from tests.support.counted_store import (
     flip_byte_in_redis,
     forget_in_memory,
     readings_of,
+    samples_of,
 )
 from tests.support.stores import FakeClock, make_chain, make_host, make_spec, pool_folder
 
@@ -62,13 +64,12 @@ class Laws:
 
 
 def step(counted: Counted, what: str, prompt: str, used: int) -> None:
+    """Something happens that is no request."""
     chain = make_chain(SPEC, prompt, tail=used)
     match what:
         case "write":
             counted.rig.write(chain)
             counted.rig.settle()
-        case "ask":
-            ask(counted, chain, used)
         case "probe":
             counted.rig.store.lookup(chain)
         case "forget" if counted.rig.host.pool.extents.classes():
@@ -86,8 +87,27 @@ def step(counted: Counted, what: str, prompt: str, used: int) -> None:
             counted.rig.store.tick()
 
 
+def request(counted: Counted, what: str, prompt: str, used: int) -> dict[int, int]:
+    """A request, and the tokens that its lease is to count, by the lease's id."""
+    chain, store = make_chain(SPEC, prompt, tail=used), counted.rig.store
+    first_block = min(used, len(chain))
+    if what == "ask":
+        known = store.acquire("r", chain)
+        ask(counted, chain, used)
+        return {known.id: chain.prompt_tokens}
+    if what == "prefetch":
+        store.release(store.acquire_uncounted(("", "p"), chain, first_block=first_block))
+        return {}
+    lease = store.acquire(f"{prompt}-{used}", chain, first_block=first_block)
+    if what == "release":
+        store.release(lease, hints=Hints(ended=True, priority=used))
+    return {lease.id: chain.prompt_tokens - first_block * SPEC.block_size}
+
+
+REQUESTS = ["ask", "ask", "ask", "hold", "hold", "release", "prefetch"]
+OTHERS = ["write", "write", "probe", "forget", "clear", "lose", "damage", "wait"]
 STEPS = st.tuples(
-    st.sampled_from(["write", "ask", "ask", "ask", "probe", "forget", "clear", "lose", "damage", "wait"]),
+    st.sampled_from([*REQUESTS, *OTHERS]),
     st.sampled_from(PROMPTS),
     st.integers(0, 3),
 )
@@ -97,10 +117,16 @@ STEPS = st.tuples(
 @given(st.lists(STEPS, min_size=1, max_size=25))
 def test_no_counter_falls_and_hits_and_misses_are_what_was_asked(steps: list[tuple[str, str, int]]) -> None:
     with counted_store(SPEC) as counted:
-        laws = Laws(counted.registry)
-        for what, prompt, used in steps:
-            step(counted, what, prompt, used)
+        laws, asked = Laws(counted.registry), dict[int, int]()
+        for what, prompt, used in [*steps, ("wait", "", 0)]:
+            if what in REQUESTS:
+                asked |= request(counted, what, prompt, used)
+            else:
+                step(counted, what, prompt, used)
             laws.check()
+        assert counted.registry.get_sample_value("kvstore_leases") == 0
+        counts = samples_of(counted.registry)
+        assert counts.get('kvstore_asked_tokens_total{model="tiny"}', 0) == sum(asked.values())
 
 
 def test_ten_thousand_namespaces_make_no_more_series_than_fifty() -> None:

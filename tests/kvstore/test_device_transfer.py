@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.tiers import device_mover
 from kvstore.tiers.device_copy import Integers, PagedBlocks
 from kvstore.tiers.device_torch import TorchMover
-from kvstore.tiers.device_transfer import Transfers, rows_between
+from kvstore.tiers.device_transfer import MoverError, Transfers, rows_between
 
 WIDTHS = [96, 32, 160]
 PAYLOAD = sum(WIDTHS)
@@ -85,8 +86,36 @@ def test_rows_are_every_piece_once(starts: list[int], others: list[int], width: 
         ([0, 8, 16, 40], [0, 8, 16, 24], [3, 1]),
         ([0, 8, 16], [16, 8, 0], [1, 1, 1]),
         ([0], [0], [1]),
+        ([0, 2**31 - 1], [0, 8], [2]),
+        ([0, 2**31, 2**31 + 8, 2**33], [0, 8, 16, 24], [1, 2, 1]),
+        ([0, 8], [0, 2**31], [1, 1]),
     ],
 )
 def test_evenly_spaced_copies_are_one(targets: list[int], sources: list[int], heights: list[int]) -> None:
+    """Unless they are further apart than CUDA's copies of rows may be, as in a pool of many GiB."""
     runs = rows_between(np.array(targets), np.array(sources), 8)
     assert [run.height for run in runs] == heights
+
+
+class Broken:
+    """CuPy where it was installed for another driver."""
+
+    def __init__(self, paged: PagedBlocks, *, staging_bytes: int) -> None:
+        raise MoverError("CuPy does not work here (no NVRTC)")
+
+
+def test_torch_takes_over_from_kernels_that_do_not_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a line that says why; a cache in ordinary memory never asks for kernels."""
+    paged = paged_blocks(2, 1)
+    monkeypatch.setattr(device_mover, "CudaMover", Broken)
+    assert isinstance(device_mover.mover_for(paged, staging_bytes=0), TorchMover)
+    assert caplog.messages == []
+    # Here is no GPU to build torch's mover on.
+    torchs = TorchMover(paged, staging_bytes=0)
+    monkeypatch.setattr(device_mover, "TorchMover", lambda paged, staging_bytes: torchs)
+    paged.device = torch.device("cuda")
+    assert device_mover.mover_for(paged, staging_bytes=0) is torchs
+    [line] = caplog.messages
+    assert "CuPy does not work here (no NVRTC)" in line

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -49,6 +51,10 @@ def record(created: float, template: str = "node %s is slow", name: str = "kvsto
     return made
 
 
+class Buffer:
+    """Something that an error had in reach."""
+
+
 class TestFormats:
     def test_lines_for_people(self, tmp_path: Path) -> None:
         path = tmp_path / "log"
@@ -85,6 +91,18 @@ class TestFormats:
         assert text.count("(hidden)") == 4
         assert str(2**63) in text, "numbers are no names"
 
+    def test_bytes_as_python_shows_them_are_hidden_too(self, tmp_path: Path) -> None:
+        """A KeyError of a block's name has no other text."""
+        path = tmp_path / "log"
+        with logging_to(path, level="info", as_json=False):
+            for name in (bytes(range(16)), b"'" + bytes(range(240, 256)), bytes.fromhex(ROOT)):
+                log.warning("no %s, nor key_%s_b", KeyError(name), name.hex())
+            log.warning("the reply is %s", b"+OK")
+        first, second, third, short = said(path)
+        for line in (first, second, third):
+            assert line.endswith(" no (hidden), nor key_(hidden)_b")
+        assert "b'+OK'" in short
+
     def test_what_went_before_is_as_it_was(self, tmp_path: Path) -> None:
         root = logging.getLogger()
         before = (root.level, list(root.handlers))
@@ -119,6 +137,26 @@ class TestRepeats:
             throttle.filter(record(0.0, template=f"made up {number}"))
         assert len(throttle) == 1024
 
+    def test_what_is_left_out_keeps_nothing_alive_that_an_error_had_in_reach(self) -> None:
+        """A traceback has its frames, whose buffers would keep shared memory from being closed."""
+        throttle, kept = Throttle(), list[weakref.ref[Buffer]]()
+
+        def failing(buffer: Buffer) -> logging.LogRecord:
+            kept.append(weakref.ref(buffer))
+            made = record(1.0)
+            try:
+                raise ConfigError("no")
+            except ConfigError as error:
+                made.exc_info, made.args = (ConfigError, error, error.__traceback__), (error,)
+            return made
+
+        for _ in range(REPEATS_MAX + 3):
+            throttle.filter(failing(Buffer()))
+        gc.collect()
+        assert not any(each() is not None for each in kept)
+        (last,) = throttle.left_out()
+        assert last.getMessage() == "node no is slow"
+
     def test_what_was_left_out_is_told_at_the_end(self, tmp_path: Path) -> None:
         path = tmp_path / "log"
         with logging_to(path, level="info", as_json=True):
@@ -138,6 +176,33 @@ class TestFile:
             path.rename(tmp_path / "log.1")
             log.info("two")
         assert [len(said(tmp_path / name)) for name in ("log", "log.1")] == [1, 1]
+
+    def test_while_it_cannot_be_opened_whoever_logs_goes_on(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The store logs in the middle of its work, and must not be stopped by a log."""
+        folder = tmp_path / "logs"
+        folder.mkdir()
+        with logging_to(folder / "log", level="info", as_json=False):
+            log.info("one")
+            folder.rename(tmp_path / "old")
+            log.info("two")
+            log.info("three")
+            folder.mkdir()
+            log.info("four")
+        assert [line[-4:] for line in said(folder / "log")] == ["four"]
+        assert [line[-3:] for line in said(tmp_path / "old" / "log")] == ["one"]
+        told = capsys.readouterr().err.splitlines()
+        assert [line.rpartition(" ")[2] for line in told] == ["two", "three"]
+
+    def test_what_a_full_disk_does_not_take_is_told_on_stderr(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with logging_to(Path("/dev/full"), level="info", as_json=False):
+            for number in range(3):
+                log.info("%d of %s", number, ROOT)
+        told = capsys.readouterr().err.splitlines()
+        assert [line.partition(": ")[2] for line in told] == [f"{number} of (hidden)" for number in range(3)]
 
     def test_one_that_cannot_be_written_is_an_error_at_the_start(self, tmp_path: Path) -> None:
         message = fails_to_serve(log_file=tmp_path / "nowhere" / "log")

@@ -119,7 +119,7 @@ def honest_hits(workload: Workload, liars: np.ndarray, blocks: int) -> float:
     "hints", [HIGH, Hints(ended=True), Hints(idle_seconds=0.5)], ids=["priority", "ended", "idle"]
 )
 def test_others_lose_little_by_who_says_what_is_not_true(hints: Hints) -> None:
-    """Measured: at most two points, where a third of all say it."""
+    """Measured: at most one point, where a third of all say it."""
     workload = workload_of(sessions(np.random.default_rng(5), count=500))
     told, liars = lies(workload, 1 / 3, hints)
-    assert honest_hits(told, liars, 800) >= honest_hits(workload, liars, 800) - 3
+    assert honest_hits(told, liars, 800) >= honest_hits(workload, liars, 800) - 2

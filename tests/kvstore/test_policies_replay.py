@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.hints import Hints
@@ -44,6 +44,7 @@ def percent(workload: Workload, policy: str, blocks: int) -> float:
 
 @pytest.mark.parametrize("policy", ONLINE)
 @given(asked=st.lists(prompts, min_size=1, max_size=40), capacity=st.integers(1, 16))
+@example(asked=[[0, 0], [1, 0, 0, 0], [0, 0], [0, 1], [1]], capacity=3)  # one that is longer than the cache
 def test_the_pool_and_the_replay_keep_the_same_blocks(
     policy: str, asked: list[list[int]], capacity: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,11 @@ class TestServer:
         assert 0 < sum(served) < replay(workload, POLICIES[policy](workload), None).hit_blocks
         instance = Instance(POLICIES[policy](workload), workload, capacity)
         assert [instance.serve(number) for number in range(len(requests))] == served
+
+    def test_a_folder_is_no_file_to_record_in(self, tmp_path: Path) -> None:
+        said = fails_to_serve(record_path=tmp_path)
+        assert f"record_path = {tmp_path} is a folder, expected a file: name one in it" in said
+        assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
     def test_a_path_that_cannot_be_written_is_an_error_at_the_start(self, tmp_path: Path) -> None:
         said = fails_to_serve(record_path=tmp_path / "nowhere" / "trace.jsonl")
@@ -161,10 +167,57 @@ def test_a_recording_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_is_on_disk_soon(tmp_path: Path) -> None:
-    """A server that is killed loses no more than the last second."""
+    """A server that is killed loses no more than the last second, also where no request follows."""
+    looks: list[float] = []
     clock = FakeClock()
-    made = Recorder(tmp_path / "a.jsonl", MIB, clock=clock, wall_clock=lambda: 0.0)
-    clock.advance(2.0)
+
+    def watched_clock() -> float:
+        looks.append(clock())
+        return looks[-1]
+
+    made = Recorder(tmp_path / "a.jsonl", MIB, clock=watched_clock, wall_clock=lambda: 0.0)
     made(asked())
+    assert eventually(lambda: len(looks) > 1), "it is written, and too early to be on disk"
+    clock.advance(2.0)
     assert eventually(lambda: made.path.read_bytes().count(b"\n") == 2)
     made.close()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Told once; what was written before stays readable, and the server's end is an orderly one."""
+    made = recorder(tmp_path / name)
+    fill_the_disk_of(made.path)
+    for number in range(2000):
+        made(asked(8, name=number.to_bytes(16)))
+    made.close()
+    made.close()
+    (said,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert "is over, its last line may be cut (No space left on device): make room" in said.getMessage()
+    assert said.exc_info is None
+
+
+def fill_the_disk_of(path: Path) -> None:
+    """Whatever is written to this open file from now on finds no room."""
+    (number,) = [each.name for each in Path("/proc/self/fd").iterdir() if same_file(each, path)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, int(number))
+    os.close(full)
+
+
+def same_file(descriptor: Path, path: Path) -> bool:
+    try:
+        return descriptor.readlink() == path
+    except FileNotFoundError:
+        return False
+
+
+def test_one_without_a_request_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A server that starts again and again must not run out of names for its recordings."""
+    for _ in range(3):
+        made = recorder(tmp_path / "a.jsonl")
+        made.close()
+        assert made.path.name == "a.jsonl"
+    assert not list(tmp_path.iterdir())

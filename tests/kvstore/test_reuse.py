@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.evict.base import Touch
+from kvstore.evict.base import Occupancy, Touch
 from kvstore.evict.hazard import (
     BUCKETS,
     EDGES,
@@ -103,8 +104,10 @@ def test_watched_chains_are_counted_once_for_every_second() -> None:
     first, second = watched.begin(0, 0.0), watched.begin(1, 1.0)
     events, exposure = watched.collect(3.0)
     assert not events.any()
+    assert watched.kinds().tolist() == [0, 1]
     watched.end(first, 5.0, continued=True)
     watched.end(second, 6.0, continued=False)
+    assert (watched.waiting, watched.kinds().tolist()) == (2, [])
     later_events, later = watched.collect(100.0)
     assert (exposure + later).sum(axis=1).tolist() == pytest.approx([5.0, 5.0])
     assert later_events.sum() == 1
@@ -175,6 +178,42 @@ def test_what_said_that_it_ended_goes_first_once_that_has_proved_true() -> None:
     forest.request("zz", Hints(ended=True))
     forest.request("aa")
     assert forest.evict(1)[0].startswith("z")
+
+
+def held_after(happens: Callable[[int], None]) -> int:
+    """Bytes that 10,000 happenings take more than the first 2,000."""
+    tracemalloc.start()
+    for number in range(12_000):
+        happens(number)
+        if number == 2_000:
+            before, _ = tracemalloc.get_traced_memory()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return after - before
+
+
+def test_memory_does_not_grow_while_nothing_has_to_go() -> None:
+    """Requests for what is there, and hints, with room for all of it."""
+    forest = Forest(Reuse)
+    forest.request("abc")
+    found = slots_of(*(forest.slot[name] for name in ("a", "ab", "abc")))
+    hashes = hashes_of(["a", "ab", "abc"])
+
+    def happens(number: int) -> None:
+        forest.evictor.touch(Touch(hashes, found, 3, float(number)))
+
+    assert held_after(happens) < 200_000
+
+
+def test_memory_does_not_grow_where_clients_only_write() -> None:
+    occupancy = Occupancy(*(np.full(4, start, dtype=np.int32) for start in (0, -1, 0)))
+    evictor = Reuse(occupancy)
+
+    def happens(number: int) -> None:
+        slots = evictor.victims(1) if number >= 4 else slots_of(number)
+        evictor.add(slots, number.to_bytes(16), -1, float(number))
+
+    assert held_after(happens) < 500_000
 
 
 def test_memory_does_not_grow_with_the_requests() -> None:

@@ -301,6 +301,21 @@ class TestPages:
         assert (status, found["ready"], found["state"]) == (200, True, "serving")
         assert set(found["tiers"]) == {"host", "redis"}
 
+    @pytest.mark.parametrize(
+        ("accept", "kind"),
+        [
+            ("application/openmetrics-text;version=1.0.0,text/plain;q=0.3", "application/openmetrics-text"),
+            ("application/openmetrics-text;version=new;escaping==", "application/openmetrics-text"),
+            ("text/plain;version=1.x.0, */*", "text/plain"),
+            ("\xff;;,=,", "text/plain"),
+        ],
+    )
+    def test_any_accept_header_is_answered(self, server: Sidecar, accept: str, kind: str) -> None:
+        request = urllib.request.Request(f"{server.serving['http']}/metrics", headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.headers.get_content_type() == kind
+            assert b"kvstore_build_info" in answer.read()
+
     def test_what_is_not_there(self, server: Sidecar) -> None:
         status, body = get(server, "/env")
         assert status == 404

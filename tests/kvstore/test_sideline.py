@@ -40,13 +40,22 @@ def test_what_does_not_fit_is_counted_and_the_owner_goes_on() -> None:
     assert (done, line.idle) == ([0, 1, 2], True)
 
 
+def test_it_is_idle_again_and_again_while_nothing_comes() -> None:
+    """Whoever has something to do after a time does it then."""
+    seen = threading.Semaphore(0)
+    line: Sideline[int] = Sideline("quiet", lambda _: None, idle=seen.release)
+    line.put(1, 1)
+    assert all(seen.acquire(timeout=10) for _ in range(3))
+    assert line.close()
+
+
 def test_an_item_that_fails_does_not_stop_the_next(caplog: pytest.LogCaptureFixture) -> None:
     done: list[int] = []
     line: Sideline[int] = Sideline("divider", lambda number: done.append(1 // number))
     for number in (1, 0, 1):
         line.put(number, 1)
     assert line.close()
-    assert (done, line.failures) == ([1, 1], 1)
+    assert (done, line.failures, line.skipped) == ([1, 1], 1, 1)
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
         (logging.ERROR, "divider failed")
     ]

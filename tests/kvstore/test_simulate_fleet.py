@@ -79,6 +79,20 @@ def test_a_shared_tier_hits_what_another_instance_computed() -> None:
     assert hits([[1, 2], [1, 2], [1, 2]], 10, plan) == [(0, 0), (2, 0), (2, 2)]
 
 
+def test_the_oracle_is_asked_for_one_cache_only(trace: Path) -> None:
+    """What a router will send to each of several, nobody can read from the trace."""
+    alone = [row["policy"] for row in answer(trace, policy="all", capacity="2")["results"]]
+    several = [row["policy"] for row in answer(trace, policy="all", capacity="2", instances=2)["results"]]
+    assert alone == [*several, "oracle"]
+    with pytest.raises(ConfigError, match=r"--policy names oracle, which knows the future of one cache"):
+        answer(trace, policy="lru,oracle", capacity="2", instances=2)
+
+
+def test_the_oracle_above_a_shared_tier_is_still_one_cache(trace: Path) -> None:
+    (row,) = answer(trace, policy="oracle", capacity="3", shared="3")["results"]
+    assert 0 < row["hit_blocks_own"] <= row["hit_blocks"]
+
+
 def test_one_instance_is_one_cache(trace: Path) -> None:
     alone = answer(trace, capacity="2,3,4")["results"]
     for routing in Routing:

@@ -37,7 +37,7 @@ class Owner:
     thread: threading.Thread
     readiness: Readiness = field(default_factory=lambda: Readiness(State.SERVING, {}))
     asked_on: list[int | None] = field(default_factory=list)
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     async def metrics(self, accept: str) -> tuple[bytes, str]:
         self.asked_on.append(threading.current_thread().ident)
@@ -236,6 +236,13 @@ def test_an_owner_that_is_gone_is_seen() -> None:
         asked = ("/healthz", "/readyz", "/metrics", "/live.json", "/history.json")
         assert [ask(server, path).status for path in asked] == [503] * len(asked)
         assert ask(server, "/").status == 200, "the page itself says that nobody answers"
+
+
+def test_a_question_that_is_given_up_is_answered(owner: Owner) -> None:
+    """As when the owner's loop ends with a question on it."""
+    with serving(owner) as server:
+        owner.failure = asyncio.CancelledError()
+        assert ask(server, "/metrics").status == 503
 
 
 def test_an_answer_that_fails_is_logged(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:

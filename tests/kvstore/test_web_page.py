@@ -64,6 +64,26 @@ NAMELESS = """[
 ].map((node) => node.outerHTML)"""  # noqa: E501
 
 
+FEWER_SAMPLES = """(async () => {
+  const { TimeChart } = await import("/charts.js");
+  const figure = document.querySelector("main").appendChild(document.createElement("figure"));
+  figure.append(document.createElement("figcaption"));
+  const chart = new TimeChart(figure, String);
+  const show = (count) => {
+    const times = [...Array(count).keys()];
+    const values = times.map((time) => time + 1);
+    const series = [{ name: "a", hue: "blue", values }];
+    chart.show({ times, instances: times.map(() => "i"), span: [0, 9], series });
+  };
+  show(9);
+  chart.move(8);
+  show(3);
+  const drawn = figure.outerHTML;
+  figure.remove();
+  return drawn;
+})()"""
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -260,6 +280,13 @@ def test_the_keyboard_reaches_everything(tab: Tab) -> None:
     assert tab.errors == []
 
 
+def test_the_cursor_stays_among_what_is_shown(tab: Tab) -> None:
+    """It is on the last sample when samples fall out of the time shown."""
+    drawn = tab.evaluate(FEWER_SAMPLES)
+    assert "<b>3</b>" in drawn
+    assert [word for word in ("NaN", "undefined") if word in drawn] == []
+
+
 @pytest.mark.parametrize("width", [320, 390, 1600])
 def test_no_width_scrolls_sideways(tab: Tab, width: int) -> None:
     tab.resize(width, 844)
@@ -270,7 +297,9 @@ def test_no_width_scrolls_sideways(tab: Tab, width: int) -> None:
 
 @pytest.mark.redis
 def test_redis_is_shown_with_what_it_took(browser: Tab, valkey: ValkeyServer) -> None:
-    with sidecar(pool_bytes="4MiB", redis_url=valkey.url) as server, dialled(server.address) as raw:
+    """And not any more when the server has none."""
+    place = {"pool_bytes": "4MiB", "http_listen": f"127.0.0.1:{free_port()}"}
+    with sidecar(redis_url=valkey.url, **place) as server, dialled(server.address) as raw:
         raw.register(spec("m")).write(PROMPT)
         assert eventually(lambda: valkey.client.dbsize() == 8)
         browser.open(server.serving["http"])
@@ -280,6 +309,9 @@ def test_redis_is_shown_with_what_it_took(browser: Tab, valkey: ValkeyServer) ->
         assert [f"127.0.0.1:{valkey.port}", "answers"] in [row[:2] for row in rows]
         assert ["blocks stored, redis", "8", "8"] in rows
         assert "host to redis" in browser.text("#transfers .legend")
+    with sidecar(**place):
+        browser.await_true("document.querySelector('#redis').innerText === 'not in use'")
+        assert browser.text("#redis-empty") == "no Redis in use"
 
 
 def test_a_reload_shows_the_past(tab: Tab, server: Sidecar) -> None:

@@ -139,6 +139,22 @@ def test_memory_is_bounded_and_numbers_are_used_again() -> None:
         assert 4 * capacity // what_if.rate <= SAMPLE_BLOCKS_MAX
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu", "s3fifo", "arc", "reuse"])
+def test_names_that_a_client_makes_up_break_nothing(policy: str) -> None:
+    """The same few hashes in any order, also twice in one prompt: blocks with several parents, and rings."""
+    random = np.random.default_rng(8)
+    known = random.bytes(24 * HASH_BYTES)
+
+    def event(number: int) -> RequestSettled:
+        picked = random.integers(24, size=random.integers(1, 12)).tolist()
+        hashes = b"".join(known[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in picked)
+        return RequestSettled(float(number), SPACE, len(picked) * TOKENS, hashes=hashes)
+
+    with ghosts(conversation(), policy, 12) as what_if:
+        feed(what_if, map(event, range(600)))
+        assert what_if.tracked_blocks <= 24
+
+
 def test_smaller_blocks_begin_again_and_no_count_falls() -> None:
     sizes = {b"a" * 16: 64, b"b" * 16: 1}
     random = np.random.default_rng(0)
