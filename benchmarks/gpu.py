@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvstore.config import Config
 from kvstore.tiers.device_copy import PagedBlocks
 from kvstore.tiers.device_mover import mover_for
-from kvstore.tiers.device_pin import pinned
+from kvstore.tiers.device_pin import pinned_pool
 from kvstore.tiers.device_transfer import Transfers
 from prefill.assemble import Worker, build_worker
 from prefill.model import load_model
@@ -40,7 +40,7 @@ CACHED = 0.95
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Median of ``run`` on the device, by its events, after warming up."""
+    """Median of ``run`` and of what it has asked of the device, after warming up."""
     samples = []
     for _ in range(ROUNDS + 3):
         torch.cuda.synchronize()
@@ -62,6 +62,7 @@ def copies(report: Report) -> None:
     flat = torch.empty(total, dtype=torch.uint8, device="cuda")
     other = torch.empty_like(flat)
     everything = mover_for(paged, staging_bytes=total)
+    report.result(mover=type(everything).__name__)
     layers = (0, paged.layers)
     plain = seconds(lambda: other.copy_(flat))
     gather = seconds(lambda: everything.gather(layers, block_ids, everything.staging[:MOVED]))
@@ -76,7 +77,7 @@ def copies(report: Report) -> None:
 def transfers_of(report: Report, paged: PagedBlocks, block_ids: np.ndarray, flat: torch.Tensor) -> None:
     total = MOVED * paged.payload_bytes
     memory = np.frombuffer(mmap.mmap(-1, total), dtype=np.uint8)
-    with pinned(memory.ctypes.data, total, writable=True) as is_pinned:
+    with pinned_pool(memory, paged.device) as is_pinned:
         assert is_pinned, "the pool cannot be pinned: raise ulimit -l"
         host = torch.from_numpy(memory)
         order = np.random.default_rng(2).permutation(MOVED).astype(np.int64)

@@ -52,7 +52,7 @@ class DeviceTier(MemoryTier):
     def pin(self, host_memory: Payload) -> None:
         """Have a GPU's own DMA reach this memory until ``close``; of no effect where there is no GPU."""
         if self.tensor.device.type == "cuda":
-            self._pins.enter_context(pinned_pool(host_memory))
+            self._pins.enter_context(pinned_pool(host_memory, self.tensor.device))
 
     def close(self) -> None:
         self._pins.close()
@@ -128,5 +128,5 @@ class _TensorCopies:
             self._begun = True
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            # Without waiting where the host's side is pinned (``device_cuda.pinned``).
+            # Without waiting where the host's side is pinned (``pin``).
             target.copy_(source, non_blocking=True)

@@ -8,9 +8,10 @@ import cupy
 import numpy as np
 import torch
 from cupy.cuda import runtime
+from cupy.cuda.compiler import CompileException
 
 from kvstore.tiers.device_copy import THREADS, Integers, PagedBlocks, launch_of, layer_table
-from kvstore.tiers.device_transfer import Fence, Rows
+from kvstore.tiers.device_transfer import Fence, MoverError, Rows
 
 SOURCE = "device_copy.cu"
 SLOT_ALIGN_BYTES = 64
@@ -25,13 +26,21 @@ class CudaMover:
     """A ``Mover`` for one paged cache. Used by one thread at a time."""
 
     def __init__(self, paged: PagedBlocks, *, staging_bytes: int) -> None:
-        """Takes ``staging_bytes`` of the device, and room for one block at least."""
+        """Takes ``staging_bytes`` of the device, and room for one block at least.
+
+        MoverError where CuPy cannot compile the kernels or has no driver that fits it.
+        """
         self._device = paged.device
         self._table = layer_table(paged, SLOT_ALIGN_BYTES)
-        with cupy.cuda.Device(self._device.index):
-            module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
-            self._gather = module.get_function(f"gather_{self._table.word}")
-            self._scatter = module.get_function(f"scatter_{self._table.word}")
+        try:
+            with cupy.cuda.Device(self._device.index):
+                module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
+                self._gather = module.get_function(f"gather_{self._table.word}")
+                self._scatter = module.get_function(f"scatter_{self._table.word}")
+        except (RuntimeError, OSError, ImportError, CompileException) as error:
+            raise MoverError(
+                f"CuPy does not work here ({error}); install the one for this driver, or none"
+            ) from error
         pitch = -(-paged.payload_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         blocks = max(1, staging_bytes // pitch)
         self._staging = torch.empty(blocks * pitch, dtype=torch.uint8, device=self._device)

@@ -12,22 +12,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_PORTABLE, _READ_ONLY = 1, 8
-"""Flags of cudaHostRegister: pinned for every context; the pages may not be written to."""
+_PORTABLE = 1
+"""Flag of cudaHostRegister: pinned for every context."""
 
 _log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def pinned(address: int, size: int, *, writable: bool) -> Iterator[bool]:
-    """Have the driver pin host memory while the context lasts; whether it does.
+def pinned_pool(memory: NDArray[np.uint8], device: torch.device) -> AbstractContextManager[bool]:
+    """Have the driver pin mapped memory while the context lasts; whether it does.
 
     Where it refuses, copies work all the same and take longer: that is logged. Pinning reserves what is
-    not there yet, so of a file the whole must fit its file system.
+    not there yet, so of a file the whole must fit its file system. ``device`` is a GPU that this process
+    uses: a thread that has used none would open a context on the first one, which takes memory there.
     """
+    return _pinned(memory.ctypes.data, memory.nbytes, device)
+
+
+@contextlib.contextmanager
+def _pinned(address: int, size: int, device: torch.device) -> Iterator[bool]:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
-    status = runtime.cudaHostRegister(address, size, flags)
+    with torch.cuda.device(device):
+        status = runtime.cudaHostRegister(address, size, _PORTABLE)
     if int(status) != 0:
         _log.warning(
             "%d bytes of the pool cannot be pinned for the GPU (%s), so copies take longer; raise the limit "
@@ -35,14 +40,17 @@ def pinned(address: int, size: int, *, writable: bool) -> Iterator[bool]:
             size,
             runtime.cudaGetErrorString(status),
         )
+        _forget_the_error(device)
         yield False
         return
     try:
         yield True
     finally:
-        runtime.cudaHostUnregister(address)
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(address)
 
 
-def pinned_pool(memory: NDArray[np.uint8]) -> AbstractContextManager[bool]:
-    """``pinned`` for the whole of a mapped pool."""
-    return pinned(memory.ctypes.data, memory.nbytes, writable=True)
+def _forget_the_error(device: torch.device) -> None:
+    """The runtime keeps a thread's last error until somebody asks, and torch asks after each kernel."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)

@@ -18,6 +18,13 @@ from kvstore.tiers.device_copy import Integers, PagedBlocks
 Fence: TypeAlias = Any
 """What a mover gives for "all that was asked until now": for ``wait``, or for its own kind of stream."""
 
+_PITCH_MAX = 2**31 - 1
+"""CUDA copies no rows that are further apart (``cudaDevAttrMaxPitch``), as slots of a large pool may be."""
+
+
+class MoverError(Exception):
+    """A mover does not work on this machine, for the reason that the message names."""
+
 
 class Rows(NamedTuple):
     """``height`` pieces of ``width`` bytes, each ``pitch`` bytes after the one before on either side."""
@@ -116,11 +123,11 @@ def rows_between(targets: Integers, sources: Integers, width: int) -> Iterator[R
         step = (0, 0)
         if stop < len(targets):
             step = int(targets[stop] - targets[at]), int(sources[stop] - sources[at])
-            if min(step) >= width:
+            if width <= min(step) and max(step) <= _PITCH_MAX:
                 even = (np.diff(targets[at:]) == step[0]) & (np.diff(sources[at:]) == step[1])
                 stop = at + 1 + int(even.argmin() if not even.all() else len(even))
             else:
-                step = (0, 0)  # a pitch cannot be shorter than a row
+                step = (0, 0)  # a pitch cannot be shorter than a row, nor that long
         pitch = (max(step[0], width), max(step[1], width))
         yield Rows(int(targets[at]), pitch[0], int(sources[at]), pitch[1], width, stop - at)
         at = stop

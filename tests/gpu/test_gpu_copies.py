@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvstore.tiers.device_copy import Integers, PagedBlocks, gather_with_torch
 from kvstore.tiers.device_mover import mover_for
-from kvstore.tiers.device_pin import pinned
+from kvstore.tiers.device_pin import pinned_pool
 from kvstore.tiers.device_torch import TorchMover
 from kvstore.tiers.device_transfer import Mover, Transfers
 
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
 
+DEVICE = torch.device("cuda", 0)
 BLOCKS, LAYERS = 64, 6
 WIDTHS = {"even": [32768] * LAYERS, "uneven": [32768, 480, 4096, 36, 18, 36864], "odd": [1001, 7, 64]}
 MOVERS = {"kernels": mover_for, "torch": TorchMover}
@@ -46,7 +47,7 @@ def pool() -> Iterator[NDArray[np.uint8]]:
     """Shared memory as the host tier has it, pinned."""
     size = 64 * 2**20
     memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)
-    with pinned(memory.ctypes.data, size, writable=True) as is_pinned:
+    with pinned_pool(memory, DEVICE) as is_pinned:
         assert is_pinned
         yield memory
 
@@ -71,6 +72,8 @@ def test_saved_and_loaded_bytes_are_those_of_torch(
     slots = places(pool, count, payload)
     make = MOVERS[mover]
     down: Mover = make(ours, staging_bytes=payload * 7)
+    expected_mover = "CudaMover" if mover == "kernels" else "TorchMover"
+    assert type(down).__name__ == expected_mover, "CuPy is missing or broken: install the extra gpu"
     save = Transfers(ours, down)
     save.wait(save.save(block_ids, slots, after=torch.cuda.current_stream().record_event()))
     expected = torch.empty(count, payload, dtype=torch.uint8, device="cuda")
@@ -100,6 +103,13 @@ def test_a_load_waits_for_the_engines_fence(pool: NDArray[np.uint8]) -> None:
     transfers.wait(transfers.save(np.array([5]), slots, after=fence))
     start = int(slots[0] - pool.ctypes.data)
     assert (pool[start : start + 2**20] == 123).all()
+
+
+def test_memory_that_cannot_be_pinned_harms_no_kernel(pool: NDArray[np.uint8]) -> None:
+    """The driver pins nothing twice; its refusal is not the error of whatever runs next."""
+    with pinned_pool(pool, DEVICE) as is_pinned:
+        assert not is_pinned
+        assert int(torch.ones(4, device=DEVICE).sum()) == 4
 
 
 def test_nothing_is_left_on_the_device(pool: NDArray[np.uint8]) -> None:

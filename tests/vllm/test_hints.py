@@ -37,6 +37,8 @@ def test_hints_are_found_among_other_parameters(params: dict[str, Any] | None, h
         ({"idle_seconds": "soon"}, r"hints\.idle_seconds is 'soon', expected a number of seconds"),
         ({"idle_seconds": float("nan")}, r"hints\.idle_seconds is nan"),
         ({"idle_seconds": -1}, r"hints\.idle_seconds is -1"),
+        ({"idle_seconds": 10**400}, r"hints\.idle_seconds is 10+, expected 0 or more and finite"),
+        ({"idle_seconds": float("inf")}, r"hints\.idle_seconds is inf"),
         ({"ended": True, "idle_seconds": True}, r"hints\.idle_seconds is True"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from kvstore.connectors.vllm.errors import UnsupportedError
 from kvstore.connectors.vllm.layout import EngineBlocks, byte_rows, golden_round_trip
+from kvstore.tiers.device_copy import PagedBlocks
 
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 32, 64, 3
 _AXES = {"L": 0, "B": 1, "H": 2, "N": 3, "C": 4}
@@ -96,6 +97,18 @@ def test_layouts_that_scatter_a_block_are_refused(layout: str) -> None:
 def test_tensors_that_do_not_count_blocks_first_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"shape \(2, 6, 32\) for 6 blocks"):
         EngineBlocks({"layer": torch.zeros(2, BLOCKS, TOKENS)}, BLOCKS)
+
+
+def test_a_gpu_without_room_for_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on without a store; tensors that have no memory stand for those of a GPU."""
+
+    def full(paged: PagedBlocks, *, staging_bytes: int) -> None:
+        raise torch.OutOfMemoryError(f"{staging_bytes} bytes of {paged.device}")
+
+    monkeypatch.setattr("kvstore.connectors.vllm.layout.mover_for", full)
+    tensors = {name: tensor.to("meta") for name, tensor in tensors_of("LBHNC").items()}
+    with pytest.raises(UnsupportedError, match=r"no 128 MiB left to copy.*lower --gpu-memory-utilization"):
+        EngineBlocks(tensors, BLOCKS)
 
 
 class TestGoldenRoundTrip:

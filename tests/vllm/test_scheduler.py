@@ -173,6 +173,27 @@ def test_what_the_engine_has_and_never_saved_is_saved(sides: tuple[SchedulerSide
         side.finished(request, [])
 
 
+def test_what_was_saved_under_old_weights_is_not_known_under_new_ones(
+    sides: tuple[SchedulerSide, Noted, Pool],
+) -> None:
+    """A save of before the reset that ends after it says nothing of the namespace of now."""
+    side, _, _ = sides
+    fresh = tokens(3, 12 * SIZE + 3)
+    first, second = (Request(fresh, name=name) for name in "ab")
+    side.new_request(first)
+    assert matched(side, first, 0) == 0
+    jobs = computed(side, first, 0)
+    side.reset()
+    finish(side, jobs, stored=True)
+    side.new_request(second)
+    assert matched(side, second, 8) == 0
+    [job] = computed(side, second, 8)
+    assert job.first_block == 0
+    finish(side, [job], stored=True)
+    for request in (first, second):
+        side.finished(request, [])
+
+
 def test_hints_go_with_the_question_and_with_the_save(
     sides: tuple[SchedulerSide, Noted, Pool], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -192,7 +213,7 @@ def test_hints_go_with_the_question_and_with_the_save(
         side.finished(request, [])
     expected = Hints(ended=True, priority=1, idle_seconds=30)
     assert [question.hints for question in lookups.questions] == [expected, NO_HINTS, NO_HINTS]
-    [line] = caplog.messages
+    [line] = [text for text in caplog.messages if "hints" in text]
     assert "hints of request bad: hints.priority is 'urgent', expected a whole number" in line
 
 

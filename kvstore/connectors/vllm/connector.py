@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,8 +124,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _worker_side(self, options: ConnectorOptions) -> WorkerSide:
         shard = shard_of(self._vllm_config)
         rank = Rank(shard, shard.tp_size * shard.pp_size)
+        around = None
+        if torch.cuda.is_available():
+            around = partial(pinned_pool, device=torch.device("cuda", torch.cuda.current_device()))
         return WorkerSide(
-            options.open_client(pinned_pool if torch.cuda.is_available() else None),
+            options.open_client(around),
             rank,
             self._tally,
             self._clock,

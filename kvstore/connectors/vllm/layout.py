@@ -69,14 +69,25 @@ class EngineBlocks:
     """The KV cache of one rank, block by block."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], blocks: int) -> None:
-        """``tensors`` by layer name, in the order of the payload; UnsupportedError as ``byte_rows``."""
+        """``tensors`` by layer name, in the order of the payload.
+
+        UnsupportedError as ``byte_rows``, and where a GPU has no room for copies.
+        """
         self.count = blocks
         self._rows = [byte_rows(name, tensor, blocks) for name, tensor in tensors.items()]
         self._device = self._rows[0].device
         ends = np.cumsum([rows.shape[1] for rows in self._rows]).tolist()
         self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
         self._layers: list[Payload] = [rows.numpy() for rows in self._rows] if self.in_host_memory else []
-        self._ways: _DeviceWays | None = None if self.in_host_memory else _DeviceWays(PagedBlocks(self._rows))
+        self._ways: _DeviceWays | None = None
+        if not self.in_host_memory:
+            try:
+                self._ways = _DeviceWays(PagedBlocks(self._rows))
+            except torch.OutOfMemoryError as error:
+                raise UnsupportedError(
+                    f"the GPU has no {2 * _STAGING_BYTES >> 20} MiB left to copy blocks through; lower "
+                    "--gpu-memory-utilization"
+                ) from error
 
     @property
     def in_host_memory(self) -> bool:

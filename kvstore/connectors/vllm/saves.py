@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -106,6 +106,10 @@ class Saves:
         self._jobs[job_id] = _Job(order, prefix.request_id, prefix.hashes[first_block:])
         self._orders.append(order)
         return True
+
+    def disown(self) -> None:
+        """What is being saved is of other weights than what the engine names by the same hashes now."""
+        self._jobs = {job_id: replace(job, hashes=()) for job_id, job in self._jobs.items()}
 
     def take_orders(self) -> tuple[list[SaveJob], dict[int, bool]]:
         """Saves to begin, and verdicts on those that were computed, since the last call."""

@@ -166,7 +166,6 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.local_blocks = local_tokens // self._block_size
-        tracked.saved_blocks = self._known_blocks(request, tracked.local_blocks)
         longest = request.num_tokens - (0 if self._policy.asynchronous else 1)
         wanted = longest // self._block_size
         # An adapter's namespace is known only once it was asked for, also by who just saves.
@@ -174,10 +173,12 @@ class SchedulerSide:
         unwanted = unwanted or request.skip_reading_prefix_cache or tracked.failed
         if unwanted or wanted <= tracked.local_blocks:
             self._drop_answer(tracked)
+            tracked.saved_blocks = self._known_blocks(request, tracked.local_blocks)
             return 0, False
         answer = self._answer(tracked)
         if answer is None:
             return None, False
+        tracked.saved_blocks = self._known_blocks(request, tracked.local_blocks)
         if tracked.saved_blocks >= answer.first_block:
             tracked.saved_blocks = answer.end
         new_blocks = min(wanted, answer.end) - tracked.local_blocks
@@ -377,6 +378,7 @@ class SchedulerSide:
         """The weights are others now: nothing that is stored is right for them."""
         self._base = with_new_weights(self._policy.spec, self._mark())
         self._known.clear()
+        self._saves.disown()
         for tracked in self._requests.values():
             self._drop_answer(tracked)
             tracked.saved_blocks = 0
