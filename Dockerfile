@@ -20,8 +20,10 @@ FROM vllm/vllm-openai:v0.32.0 AS vllm
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir /wheels/*.whl \
     && install --directory --owner=1000 --group=1000 /models
-# The sidecar's user: only the same user may open its socket and map its pool.
-ENV HOME=/models
+# The sidecar's user: only the same user may open its socket and map its pool. The image has no such user, so
+# its name, which torch asks for when it looks for a cache folder, has to come from the environment.
+ENV HOME=/models \
+    USER=kvstore
 USER 1000:1000
 ENTRYPOINT ["vllm", "serve"]
 

@@ -1,4 +1,6 @@
-"""Makes docs/img/status.png: the live page of a server under a workload, as Chromium shows it.
+"""Makes docs/img/status.png: the live page of a server under a generated workload, as Chromium shows it.
+
+The payloads mean nothing and the models are names only: this shows the page, not what a model would hit.
 
 PYTHONPATH=. python docs/picture.py   # six minutes, most of them waiting
 """

@@ -76,7 +76,7 @@ class History:
         self._next: asyncio.Handle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take a sample when ``loop`` next runs, and and then at its interval, also after one that failed."""
+        """Take a sample when ``loop`` next runs, and then at its interval, also after one that failed."""
         self._next = loop.call_soon(self._tick, loop)
 
     def stop(self) -> None:
@@ -110,7 +110,7 @@ class History:
 
 
 def number(value: float) -> float | None:
-    """For JSON, which has no NaN: None; whole numbers without a fraction."""
-    if math.isnan(value):
+    """For JSON, which has neither NaN nor infinity: None; whole numbers without a fraction."""
+    if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value

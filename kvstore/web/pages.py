@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
@@ -128,7 +129,7 @@ class Pages:
             raise OwnerSilentError from error
         try:
             failure = future.exception(self._owner_seconds)
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except (TimeoutError, CancelledError) as error:
             future.cancel()
             raise OwnerSilentError from error
         if failure is not None:

@@ -177,7 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_PATCH = do_DELETE = do_POST  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
-        _log.debug("%s " + format, self.address_string(), *args)
+        # What was asked is the client's choice, control characters included.
+        _log.debug("%s %r", self.address_string(), format % args)
 
 
 def _hang_up(request: socket.socket) -> None:

@@ -50,6 +50,8 @@ class Chart {
   // Shows data, or the sentence that says why there is none.
   show(data, reason = "") {
     this.data = data;
+    // Samples fall out of the time shown: the cursor stays among those that are left.
+    if (data && this.cursor !== null) this.cursor = Math.min(this.cursor, this.length - 1);
     this.empty.textContent = data ? "" : reason;
     for (const part of [this.legend, this.svg, this.details]) part.hidden = !data;
     this.svg.toggleAttribute("data-hidden", !data);

@@ -64,6 +64,11 @@ export class Counts {
     return [...found].filter((value) => value !== undefined).sort();
   }
 
+  // Those that it has now: a node may have left, and the server may be another.
+  labelValuesNow(name, label) {
+    return this.labelValues(name, label).filter((value) => this.now(name, { [label]: value }) !== null);
+  }
+
   // The sum of all series that fit in a sample; null where there is none.
   sum(sample, name, wanted = {}) {
     let total = null;

@@ -9,6 +9,7 @@ import { showMisses, showNamespaces, showRedis } from "./tables.js";
 
 const POLL_MS = 2000;
 const PATIENCE_MS = 1500;
+const HISTORY_PATIENCE_MS = 5000;
 const HISTORY_HOLE_MS = 30_000;
 const TRAILING_SECONDS = 60;
 
@@ -32,6 +33,7 @@ const charts = {
 };
 let live = null;
 let answered = null;
+let remembered = false;
 
 // -- figures ------------------------------------------------------------------------------------------
 
@@ -68,16 +70,17 @@ function showMemory() {
   const unread = counts.now("kvstore_unread_bytes");
   figure("pool", percent(ratio(ready ?? 0, reserved)));
   put("pool-parts", `${bytes(ready)} stored of ${bytes(reserved)}`);
-  if (ready > 0) figure("unread", percent(Math.min(1, (unread ?? 0) / ready)));
+  if (ready > 0) figure("unread", percent(unread === null ? null : Math.min(1, unread / ready)));
   else words("unread", "nothing stored yet");
-  put("unread-bytes", ready > 0 ? `${bytes(unread ?? 0)} of ${bytes(ready)}` : "");
+  put("unread-bytes", ready > 0 ? `${bytes(unread)} of ${bytes(ready)}` : "");
   figure("leases", whole(counts.now("kvstore_leases")));
   put("leased-bytes", `${bytes(leased)} cannot be evicted · ${whole(counts.now("kvstore_clients"))} clients`);
 }
 
 function showRedisFigure() {
   const tier = live.tiers.redis;
-  const used = counts.labelValues("kvstore_redis_breaker_open", "node").length > 0 || (tier && !tier.healthy);
+  const nodes = counts.labelValuesNow("kvstore_redis_breaker_open", "node");
+  const used = nodes.length > 0 || (tier && !tier.healthy);
   words("redis", !tier ? "not known" : !tier.healthy ? "does not answer" : used ? "answers" : "not in use");
   at("redis").classList.toggle("bad", Boolean(tier && !tier.healthy));
   const queue = counts.now("kvstore_redis_queue_bytes");
@@ -202,7 +205,7 @@ function showWhatIf() {
     .sort((a, b) => a.scale - b.scale)
     .map(({ scale, asked, missed, size }) => ({
       scale,
-      value: 1 - missed / asked,
+      value: Math.max(0, 1 - missed / asked), // misses are an estimate
       label: scale === 1 ? `this size, ${size}` : `×${scale}, ${size}`,
     }));
   at("what-if-section").hidden = points.length < 2;
@@ -212,9 +215,9 @@ function showWhatIf() {
 // -- asking -------------------------------------------------------------------------------------------
 
 // What the server answers; null where it does not, which is nothing but a reason to ask again.
-async function answerTo(path) {
+async function answerTo(path, patience) {
   try {
-    const reply = await fetch(path, { signal: AbortSignal.timeout(PATIENCE_MS) });
+    const reply = await fetch(path, { signal: AbortSignal.timeout(patience) });
     return reply.ok ? await reply.json() : null;
   } catch {
     return null;
@@ -243,11 +246,13 @@ function show() {
 }
 
 async function ask() {
-  if (answered === null || Date.now() - answered > HISTORY_HOLE_MS) {
-    const history = await answerTo("/history.json");
+  if (answered !== null && Date.now() - answered > HISTORY_HOLE_MS) remembered = false;
+  if (!remembered) {
+    const history = await answerTo("/history.json", HISTORY_PATIENCE_MS);
     if (history) counts.load(history, Date.now());
+    remembered = history !== null;
   }
-  const found = await answerTo("/live.json");
+  const found = await answerTo("/live.json", PATIENCE_MS);
   if (found) {
     live = found;
     answered = Date.now();

@@ -50,13 +50,12 @@ export function showMisses(counts) {
   const asked = counts.growth(begin, counts.latest, ASKED);
   put("misses-recent", recentName(begin, RECENT_SECONDS));
   const causes = counts
-    .labelValues(MISS, "cause")
+    .labelValuesNow(MISS, "cause")
     .map((cause) => ({
       cause,
       recent: counts.growth(begin, counts.latest, MISS, { cause }),
       ever: counts.now(MISS, { cause }),
     }))
-    .filter(({ ever }) => ever !== null)
     .sort((a, b) => b.recent - a.recent || b.ever - a.ever);
   const rows = causes.map(({ cause, recent, ever }) =>
     element(
@@ -99,7 +98,7 @@ export function showRedis(counts, live) {
       ];
     });
   const nodes = counts
-    .labelValues("kvstore_redis_breaker_open", "node")
+    .labelValuesNow("kvstore_redis_breaker_open", "node")
     .map((node) =>
       element(
         "tr",
