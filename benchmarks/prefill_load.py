@@ -52,7 +52,8 @@ def main() -> None:
     options = arguments.parse_args()
     report = Report("prefill_load", ("torch", "transformers"))
     loaded = load_packaged()
-    with open_worker(loaded, 3 * options.prompt) as worker:
+    # Room for all that the rounds store, so that the shared prefix is never evicted.
+    with open_worker(loaded, (2 + 3 * options.rounds) * options.prompt) as worker:
         parts: dict[str, Callable[[], None]] = {
             "shares": lambda: measure_shares(report, worker, loaded, options.prompt, options.rounds),
             "packed": lambda: measure_packed(report, worker, loaded, 2 * options.rounds),

@@ -89,7 +89,7 @@ def adopt(
         leased=_leased(pool, blocks, now),
         quarantined={writer: np.concatenate(parts) for writer, parts in quarantined.items()},
         damaged=damaged,
-        reason=f"took over {kept} blocks of {len(blocks)} spaces; {damaged} did not check out",
+        reason=f"took over {kept} blocks; {damaged} did not check out",
     )
 
 

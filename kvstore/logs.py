@@ -26,6 +26,8 @@ _HIDDEN = re.compile(
     | \bb'(?:[^'\\]|\\.){16,}' | \bb"(?:[^"\\]|\\.){16,}"  # as Python shows bytes""",
     re.VERBOSE,
 )
+_CHATTY = ("asyncio", "grpc")
+"""Libraries whose debug messages would bury ours."""
 _HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Kind = tuple[str, str]
@@ -47,6 +49,8 @@ def logging_to(path: Path | None, *, level: str, as_json: bool) -> Iterator[None
     before = root.level
     root.addHandler(handler)
     root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(logging.INFO, root.level))
     try:
         yield
     finally:

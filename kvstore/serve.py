@@ -125,6 +125,7 @@ class Sidecar:
         if config.tls_cert is not None and config.tls_key is not None:
             credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
         clock, namespaces = clocks.monotonic, Namespaces()
+        self._clock_began_at = clocks.wall() - clocks.monotonic()
         self._monitor = Monitor(
             namespaces.model_of, version=self._version, clients=lambda: len(self._parts.clients)
         )
@@ -155,7 +156,7 @@ class Sidecar:
         failpoint: Failpoint,
     ) -> ServiceParts:
         config, host, wake = self._config, self._host, Wake()
-        self._log = EventLog()
+        self._log = EventLog(clock_began_at=self._clock_began_at)
         self._metrics = self._monitor.listener({host.name: unread_bytes(host.pool)})
         self._what_if = WhatIf(policy_of(config), host.pool.limit_bytes, partial(_block_bytes, host.pool))
         beside = Beside(self._what_if, self._recorder)

@@ -129,6 +129,8 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if not number:
+            raise TraceError(f"{path} cannot be read ({reason}), expected a trace; check the path") from error
         raise TraceError(
             f"{path} cannot be read after line {number} ({reason}), expected JSON lines, plain or gzipped; "
             "check the path, fetch the file again, or unpack what there is of it with gzip -dc"

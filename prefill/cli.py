@@ -103,6 +103,7 @@ def demo(
     from prefill.demo.run import Stage, run_demo
 
     _quiet_libraries()
+    _warn_on_the_console()
     with _pool_folder(settings.config) as pools, _redis(settings) as url, _progress() as tell:
         tell("loading the model")
         loaded = load_configured(model, settings.config, _cache_dir())
@@ -131,14 +132,19 @@ def serve(
     """
     worker = load_serve_config(options.worker, os.environ)
     settings = load_config(toml_path=options.file, environ=os.environ, overrides=options.store)
-    _quiet_libraries(settings.config.log_level)
+    _quiet_libraries()
 
     from kvstore.commands.serving import log_settings, redis_beside
+    from kvstore.logs import logging_to
     from prefill.assemble import load_configured
     from prefill.serve import Clocks, run
 
-    log_settings(settings)
-    with redis_beside(settings) as with_redis:
+    told = settings.config
+    with (
+        logging_to(told.log_file, level=told.log_level, as_json=told.log_format == "json"),
+        redis_beside(settings) as with_redis,
+    ):
+        log_settings(settings)
         config = config_for_role(with_redis, worker.role)
         run(
             config,
@@ -158,6 +164,7 @@ def demo_worker() -> None:
     job = Job.read(sys.stdin.read())
     config = load_config(environ=os.environ, overrides=job.settings).config
     _quiet_libraries()
+    _warn_on_the_console()
     # The process that waits for this one has the same Redis, and has warned of it.
     logging.disable(logging.WARNING)
     counts = Counts()
@@ -245,12 +252,16 @@ def _announce(started: Started, *, as_json: bool) -> None:
         _messages.print(f"OpenAI API, health and metrics: {started.http}", highlight=False)
 
 
-def _quiet_libraries(level: str = "warning") -> None:
+def _quiet_libraries() -> None:
     """Our own messages are the ones that matter; libraries' bars would fill the screen."""
     from transformers.utils import logging as transformers_logging
 
     untyped: Any = transformers_logging
     untyped.disable_progress_bar()
     untyped.set_verbosity_error()
+
+
+def _warn_on_the_console() -> None:
+    """For commands that a person watches."""
     handler = RichHandler(console=_messages, show_time=False, show_path=False)
-    logging.basicConfig(level=level.upper(), format="%(message)s", handlers=[handler])
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])

@@ -177,6 +177,12 @@ class Service:
                 seconds=serve.prefill_seconds,
                 clock=clocks.monotonic,
             )
+        if serve.role is not Role.BOTH and self._config.redis_url is None:
+            _log.warning(
+                "role is %s and redis_url is none: between workers, blocks go only through Redis, so the "
+                "worker that decodes will compute prompts once more; set redis_url on both sides",
+                serve.role,
+            )
         front = Front(self._driver, self._peers, self._loaded.spec.eos_ids)
         self._driver.start()
         await rpc.start(

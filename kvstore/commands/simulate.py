@@ -224,7 +224,7 @@ def _parts(name: str, bench: _Bench, rows: Sequence[Row], share: float | None) -
     if bench.rates is not None:
         notes.append("TTFT: seconds of prefill and loading, without waiting for other requests")
     if share is not None:
-        notes.append(f"Least capacity that hits {share:.4g} of the blocks that an unlimited cache hits")
+        notes.append(f"Least capacity that hits {share:.4%} of the blocks that an unlimited cache hits")
     return [title, Grid(headings, [_cells(row, plan) for row in rows]), *notes]
 
 

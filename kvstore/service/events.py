@@ -15,7 +15,7 @@ _CHANGE_BYTES = 256
 
 
 class Change(NamedTuple):
-    """Blocks that became readable in a tier; with a ``cause``, that stopped being so."""
+    """Blocks that became readable in a tier; with a ``cause``, that stopped being so. At a date."""
 
     time: float
     tier: TierName
@@ -41,7 +41,9 @@ class Batch(NamedTuple):
 class EventLog:
     """A listener that keeps the last changes, numbered from 1, as many as fit its bytes."""
 
-    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, kept_bytes: int = KEPT_BYTES, *, clock_began_at: float = 0.0) -> None:
+        """``clock_began_at`` is when the store's clock was 0, in seconds since 1970: logs are of dates."""
+        self._clock_began_at = clock_began_at
         self._changes: list[Change] = []
         self._dropped = 0  # of these, from the front; a list, since a cursor is then an index
         self._kept_bytes = kept_bytes
@@ -53,10 +55,11 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BlocksStored | BlocksRemoved):
+            time = self._clock_began_at + event.time
             cause = event.cause if isinstance(event, BlocksRemoved) else None
             for start in range(0, len(event.hashes), _CHANGE_HASH_BYTES):
                 hashes = event.hashes[start : start + _CHANGE_HASH_BYTES]
-                self._add(Change(event.time, event.tier, event.namespace, event.shard, hashes, cause))
+                self._add(Change(time, event.tier, event.namespace, event.shard, hashes, cause))
             for waiter in self._waiters:
                 waiter.set()
 

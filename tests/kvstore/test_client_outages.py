@@ -165,7 +165,7 @@ def test_a_silent_server_delays_three_calls_by_their_deadline(kind: Kind) -> Non
             for _ in range(3):
                 began = time.monotonic()
                 assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
-                assert 0.9 < time.monotonic() - began < 1.5
+                assert 1.4 < time.monotonic() - began < 2.0, "the call, and what it would wait for redis"
             began = time.monotonic()
             assert namespace.acquire(CHAIN).outcome is Outcome.UNREACHABLE
             assert time.monotonic() - began < 0.1

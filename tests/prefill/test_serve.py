@@ -27,7 +27,8 @@ START_SECONDS = 90
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ours = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "KVSTORE_LOG_FORMAT": "json"}
+    environment = {**os.environ, **ours}
     return subprocess.Popen(
         [sys.executable, "-m", "prefill", "serve", *arguments],
         cwd=REPOSITORY,
@@ -87,6 +88,8 @@ def test_sigterm_lets_running_answers_end(process: tuple[subprocess.Popen[str], 
     output, errors = started.communicate(timeout=30)
     assert (started.returncode, output) == (0, "")
     assert "Traceback" not in errors
+    logged = [json.loads(line)["message"] for line in errors.splitlines() if line.startswith("{")]
+    assert "log_format = json (environment)" in logged
 
 
 def test_a_flag_that_does_not_fit_is_one_message() -> None:

@@ -17,7 +17,7 @@ from kvstore.service.client.lease import Grant, Lease
 from kvstore.service.client.messages import Acquisition, LookupResult, PrefetchResult
 from kvstore.service.client.namespace import Namespace, Prompt
 from kvstore.service.client.opening import Opening
-from kvstore.service.client.options import TLS, ClientOptions, Clock, Outcome
+from kvstore.service.client.options import REDIS_WAIT_SECONDS, TLS, ClientOptions, Clock, Outcome
 from kvstore.service.client.transport import AsyncTransport
 from kvstore.service.client.write import Opened, Write
 from kvstore.service.codec import Parallelism
@@ -146,7 +146,7 @@ class AsyncNamespace(Namespace):
         *,
         request_id: str | None = None,
         extras: Extras | None = None,
-        wait_seconds: float = 0.0,
+        wait_seconds: float = REDIS_WAIT_SECONDS,
         hints: Hints = NO_HINTS,
         first_block: int = 0,
     ) -> Opening[AsyncHeldLease]:

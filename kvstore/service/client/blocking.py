@@ -15,7 +15,7 @@ from kvstore.service.client.core import Core
 from kvstore.service.client.lease import Grant, Lease
 from kvstore.service.client.messages import Acquisition, LookupResult, PrefetchResult
 from kvstore.service.client.namespace import Namespace, Prompt
-from kvstore.service.client.options import TLS, ClientOptions, Clock, Outcome
+from kvstore.service.client.options import REDIS_WAIT_SECONDS, TLS, ClientOptions, Clock, Outcome
 from kvstore.service.client.ticket import BorrowedBlocks, Ticket
 from kvstore.service.client.transport import BlockingTransport
 from kvstore.service.client.write import Opened, Write
@@ -162,15 +162,16 @@ class ClientNamespace(Namespace):
         *,
         request_id: str | None = None,
         extras: Extras | None = None,
-        wait_seconds: float = 0.0,
+        wait_seconds: float = REDIS_WAIT_SECONDS,
         hints: Hints = NO_HINTS,
         first_block: int = 0,
     ) -> HeldLease:
         """Pin the run that is resident from ``first_block`` on, and compare it with the prompt.
 
         The caller has the blocks before ``first_block`` itself: they are neither looked for nor
-        counted. Waits up to ``wait_seconds`` for blocks that are on their way from redis. The same
-        ``request_id`` gets the same lease with its progress. LeaseError for a first block beyond the
+        counted. Waits up to ``wait_seconds`` for what redis has; with less, what it has not answered by
+        the release counts as a miss ``timeout``. The same ``request_id`` gets the same lease with its
+        progress. LeaseError for a first block beyond the
         prompt's, or another one than the request asked for before.
         """
         asked = Acquisition(request_id or self._core.request_id(), wait_seconds, hints, first_block)

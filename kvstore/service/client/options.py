@@ -16,6 +16,9 @@ from kvstore.errors import KVStoreError
 Clock = Callable[[], float]
 """Seconds that only go forward."""
 
+REDIS_WAIT_SECONDS = 0.5
+"""What an acquire waits for redis where its caller does not say; the first blocks take milliseconds."""
+
 AroundMapping = Callable[[NDArray[np.uint8]], AbstractContextManager[object]]
 """Makes a context for the mapped memory: (bytes,) uint8."""
 
