@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hashing import Root
@@ -36,13 +36,22 @@ steps = st.lists(st.tuples(prompts, st.integers(0, 4)), max_size=40)
 
 @pytest.mark.parametrize("policy", MODELS)
 @given(asked=steps)
+@example(
+    # More than fits, so that room has to be made before the last prompt.
+    asked=[
+        (prompt, 0)
+        for prompt in ("ca", "aaca", "abca", "bcaa", "aaaaa", "baaaa", "bbaaa", "aabaaa", "abaaaa", "abbaaa")
+    ]
+    + [("acaaaa", 0)]
+)
 def test_the_order_is_that_of_the_slow_model(policy: str, asked: list[tuple[str, int]]) -> None:
     forest, model = Forest(ONLINE[policy]), MODELS[policy]()
     for prompt, evictions in asked:
         names = prefixes(prompt)
         missing = sum(name not in forest.slot for name in names)
         for _ in range(len(forest.slot) + missing - SLOTS):
-            assert forest.evict(1) == [model.victim(forest.leaves())]
+            expected = model.victim(forest.leaves())
+            assert forest.evict(1) == [expected]
         model.request(names, forest.request(prompt))
         for _ in range(min(evictions, len(forest.slot))):
             expected = model.victim(forest.leaves())
