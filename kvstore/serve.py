@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import partial
 
 from kvstore.assemble import open_host, open_redis, policy_of, store_options
 from kvstore.config import Config
+from kvstore.end_signals import EndSignals
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.monitor import Beside, Monitor
 from kvstore.pool import BlockPool
@@ -78,7 +78,7 @@ def run(
 async def _serve(
     config: Config, clocks: Clocks, announce: Callable[[Serving], None], failpoint: Failpoint
 ) -> None:
-    signals = _Signals()
+    signals = EndSignals()
     with ExitStack() as opened:
         tenants = load_tenants(config.tenants_file) if config.tenants_file else None
         if tenants is not None:
@@ -87,21 +87,6 @@ async def _serve(
         announce(await sidecar.start())
         await signals.stop.wait()
         await sidecar.stop(signals.hurry)
-
-
-class _Signals:
-    """The first SIGTERM or SIGINT asks for an orderly end, the second for a quick one."""
-
-    def __init__(self) -> None:
-        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._heard)
-
-    def _heard(self) -> None:
-        if self.stop.is_set():
-            self.hurry.set()
-        self.stop.set()
 
 
 class Sidecar:

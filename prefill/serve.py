@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.config import Config
+from kvstore.end_signals import EndSignals
 from kvstore.errors import ConfigError
 from kvstore.events import Event
 from kvstore.metrics import CollectorRegistry, Metrics, Readings, StoreGauges, render
@@ -80,7 +80,7 @@ async def _serve(
         if web is not None:
             opened.callback(web.close)
         service = Service(config, serve, load(), key, clocks, opened)
-        signals = _Signals()
+        signals = EndSignals()
         await service.start(rpc, web)
         announce(
             Started(
@@ -93,21 +93,6 @@ async def _serve(
         )
         await signals.stop.wait()
         await service.stop(rpc, web, signals.hurry)
-
-
-class _Signals:
-    """The first SIGTERM or SIGINT asks for an orderly end, the second for a quick one."""
-
-    def __init__(self) -> None:
-        self.stop, self.hurry = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._heard)
-
-    def _heard(self) -> None:
-        if self.stop.is_set():
-            self.hurry.set()
-        self.stop.set()
 
 
 class Service:

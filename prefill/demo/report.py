@@ -19,7 +19,7 @@ _LEGEND = (
 )
 
 _SERVE = (
-    "The same store as a server, with a live page of its hits at http://127.0.0.1:9470/:\n"
+    "Such a store as a server, empty at first, with a live page of its hits at http://127.0.0.1:9470/:\n"
     "  .venv/bin/kvstore serve --redis-url embedded"
 )
 
