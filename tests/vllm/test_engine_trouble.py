@@ -7,11 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig
 
-from tests.support.models import save_tiny_model
 from tests.support.sidecars import sidecar
 from tests.vllm.engines import BLOCK_SIZE, REPOSITORY, engine, environment, transfer_config
 from tests.vllm.prompts import EXACT, LONG
@@ -47,8 +46,9 @@ def test_policies_and_layers_that_cannot_be(tmp_path: Path, model: Path, plain: 
             assert "set to 'recompute'" in line
 
 
-def test_what_vllm_asks_of_a_connector() -> None:
-    """Hooks have vLLM's own names: one that it renames would silently never be called."""
+@pytest.fixture(scope="module")
+def interface() -> dict[str, Any]:
+    """What ``interface_main`` says."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interface_main.py"))],
         cwd=REPOSITORY,
@@ -57,7 +57,14 @@ def test_what_vllm_asks_of_a_connector() -> None:
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_what_vllm_asks_of_a_connector(interface: dict[str, Any]) -> None:
+    """Hooks have vLLM's own names: one that it renames would silently never be called."""
+    found = interface
+    assert found["null"] == [0, 0]
     assert set(found["ours"]) <= {*found["theirs"], "request_finished_all_groups"}
     assert (found["abstract"], found["hma"]) == ([], True)
     for version, refusal in found["refusals"].items():
@@ -66,41 +73,22 @@ def test_what_vllm_asks_of_a_connector() -> None:
         assert supported or f"this is vLLM {version}, and the connector knows 0.32.x" in refusal
 
 
-@pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which every other layer sees only a window."""
-    config = Gemma3TextConfig(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    return save_tiny_model(config, tmp_path_factory.mktemp("windowed"))
-
-
-def test_layers_that_see_a_window(windowed: Path, tmp_path: Path) -> None:
-    """Left to the engine, with a line; served where the engine keeps all of their tokens."""
-    with sidecar(pool_bytes="64MiB") as server:
-        config = transfer_config(server.address)
-        with engine(windowed, tmp_path, kv_transfer_config=config) as running:
-            expected = [running.one(EXACT) for _ in range(2)]
-            assert [output.cached for output in expected] == [0, 0]
-            [line] = [each for each in running.log.splitlines() if "kvstore serves nothing" in each]
-            assert "SlidingWindowSpec" in line
-        whole = {"kv_transfer_config": config, "disable_hybrid_kv_cache_manager": True}
-        with engine(windowed, tmp_path, **whole) as running:
-            assert running.one(EXACT).tokens == expected[0].tokens
-            await_blocks(server, len(EXACT) // BLOCK_SIZE)
-            found = running.one(EXACT)
-            assert (found.cached, found.tokens) == (len(EXACT), expected[0].tokens)
+def test_which_models_are_served(interface: dict[str, Any]) -> None:
+    """All groups of layers, or none: vLLM counts a token as computed for all of them."""
+    groups = interface["groups"]
+    served = {name: found for name, found in groups.items() if isinstance(found, list)}
+    assert served == {
+        "plain": [1, None],
+        "latent": [1, None],
+        "of several sizes": [1, None],
+        "windows": [3, 70],
+        "windows alone": [1, 100],
+    }
+    assert "the model keeps FullAttentionSpec and MambaSpec, expected full attention and" in groups["states"]
+    assert "with --disable-hybrid-kv-cache-manager" in groups["chunks"]
+    assert "have block_size 32 and 64, expected one for all" in groups["other blocks"]
+    assert "have page_size_bytes 16384 and 32768, expected one for all" in groups["other heads"]
+    assert "keeps no KV cache" in groups["nothing"]
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from kvstore.connectors.vllm.errors import UnsupportedError
-from kvstore.connectors.vllm.layout import EngineBlocks, byte_rows, golden_round_trip
+from kvstore.connectors.vllm.groups import NULL_BLOCK, CacheGroups
+from kvstore.connectors.vllm.layout import (
+    EngineBlocks,
+    GroupedBlocks,
+    byte_rows,
+    golden_round_trip,
+    map_blocks,
+)
 from kvstore.tiers.device_copy import PagedBlocks
 
 BLOCKS, HEADS, TOKENS, WIDTH, LAYERS = 6, 2, 32, 64, 3
@@ -65,6 +72,34 @@ def test_blocks_go_from_one_engine_to_another(tensors: dict[str, torch.Tensor]) 
     for name, tensor in tensors.items():
         assert torch.equal(there[name][[1, 5, 3]].float(), tensor[[4, 0, 2]].float())
         assert not there[name][[0, 2, 4]].float().any(), "another block changed"
+
+
+GROUPS = CacheGroups(TOKENS, (("full.0", "full.1"), ("window.0",), ("window.1", "window.2")), 40)
+
+
+def grouped(layout: str) -> dict[str, torch.Tensor]:
+    """The groups' n-th layers share memory, as vLLM has it: a block is of one of the groups."""
+    tensors = list(tensors_of(layout).values())
+    return {name: tensors[place] for names in GROUPS.layers for place, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+def test_blocks_of_groups_of_layers(layout: str) -> None:
+    """What no window sees is copied nowhere, and not into the block that stands for it."""
+    tensors, there = grouped(layout), grouped(layout)
+    randomize(tensors)
+    source, target = map_blocks(tensors, GROUPS, BLOCKS), map_blocks(there, GROUPS, BLOCKS)
+    assert isinstance(source, GroupedBlocks)
+    assert source.payload_bytes == 5 * HEADS * TOKENS * WIDTH * 2
+    moved = [np.zeros(source.payload_bytes, dtype=np.uint8) for _ in range(2)]
+    source.gather([1, 2, 3, 4, 5, 1], moved)
+    target.scatter(moved, [2, NULL_BLOCK, 1, 3, 4, 5])
+    pairs = {"full.0": {1: 2, 4: 3}, "window.0": {5: 4}, "window.1": {3: 1, 1: 5}, "window.2": {3: 1, 1: 5}}
+    for name, blocks in pairs.items():
+        for one, other in blocks.items():
+            assert torch.equal(there[name][other], tensors[name][one])
+    assert not there["full.0"][NULL_BLOCK].any()
+    assert not there["full.1"][4].any(), "of a group with one layer"
 
 
 def test_a_payload_is_the_memory_of_a_block_layer_after_layer() -> None:

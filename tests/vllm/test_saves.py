@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvstore.connectors.vllm.groups import NULL_BLOCK
 from kvstore.connectors.vllm.messages import Progress
 from kvstore.connectors.vllm.saves import Prefix, Saves
 from tests.vllm.test_identity import BASE
@@ -30,8 +31,8 @@ class Pool:
         return {block for block, count in self.counts.items() if count}
 
 
-def make(ranks: int = 2) -> tuple[Saves, Pool]:
-    saves, pool = Saves(ranks), Pool()
+def make(ranks: int = 2, width: int = 1) -> tuple[Saves, Pool]:
+    saves, pool = Saves(ranks, width), Pool()
     saves.bind(pool)
     return saves, pool
 
@@ -96,9 +97,28 @@ def test_an_unrelated_failure_drops_nothing() -> None:
 
 def test_at_most_half_of_the_engines_blocks_are_pinned() -> None:
     saves, pool = make()
-    assert saves.begin(prefix(*range(20)), 0)
+    assert saves.begin(prefix(*range(1, 21)), 0)
     assert not saves.begin(prefix(30), 0)
-    assert pool.pinned == set(range(20))
+    assert pool.pinned == set(range(1, 21))
     [order], _ = saves.take_orders()
     saves.update(ended(order.job_id, 2), set())
     assert saves.begin(prefix(30), 0)
+
+
+def test_blocks_of_all_groups_of_layers_are_pinned() -> None:
+    saves, pool = make(ranks=1, width=3)
+    assert saves.begin(prefix(1, 11, 21, 2, 12, 22), 1)
+    [order], _ = saves.take_orders()
+    assert pool.pinned == {2, 12, 22}
+    saves.update(ended(order.job_id), set())
+    assert not pool.pinned
+
+
+def test_what_a_window_has_let_go_of_is_left_out() -> None:
+    """A block of the store has all groups of layers, and what follows a gap is right by itself."""
+    saves, pool = make(ranks=1, width=2)
+    assert saves.begin(prefix(1, 11, 2, NULL_BLOCK, 3, 13), 0)
+    [order], _ = saves.take_orders()
+    assert (order.first_block, pool.pinned) == (2, {3, 13})
+    assert saves.begin(prefix(1, 11, 2, NULL_BLOCK), 0), "nothing is left, which is no failure"
+    assert saves.take_orders() == ([], {})

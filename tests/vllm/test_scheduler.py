@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.connectors.vllm.groups import NULL_BLOCK, CacheGroups
 from kvstore.connectors.vllm.known import KnownBlocks
 from kvstore.connectors.vllm.lookups import Lookups, Pending, Question
 from kvstore.connectors.vllm.messages import Progress
@@ -77,12 +78,17 @@ def server() -> Iterator[Sidecar]:
 @pytest.fixture
 def sides(server: Sidecar) -> Iterator[tuple[SchedulerSide, Noted, Pool]]:
     lookups, pool = Noted(Client(server.address)), Pool()
-    policy = Policy(SPEC, 1, loads=True, saves=True, asynchronous=True, lookup_seconds=10.0)
-    side = SchedulerSide(policy, lookups, Tally(), time.perf_counter, lambda: "mark")
-    side.saves.bind(pool)
+    side = side_of(CacheGroups(SIZE, (("layer",),)), lookups, pool)
     yield side, lookups, pool
     side.close()
     await_idle(server)
+
+
+def side_of(groups: CacheGroups, lookups: Noted, pool: Pool) -> SchedulerSide:
+    policy = Policy(SPEC, groups, 1, loads=True, saves=True, asynchronous=True, lookup_seconds=10.0)
+    side = SchedulerSide(policy, lookups, Tally(), time.perf_counter, lambda: "mark")
+    side.saves.bind(pool)
+    return side
 
 
 def matched(side: SchedulerSide, request: Request, local_blocks: int) -> int:
@@ -98,7 +104,7 @@ def computed(side: SchedulerSide, request: Request, blocks: int) -> list[Any]:
     """The saves that a step orders which computes the rest of the prompt."""
     request.num_computed_tokens = blocks * SIZE
     rest = request.num_tokens - request.num_computed_tokens
-    return side.orders([(request.request_id, rest)], lambda request_id: list(range(13))).saves
+    return side.orders([(request.request_id, rest)], lambda request_id: list(range(1, 14))).saves
 
 
 def finish(side: SchedulerSide, jobs: list[Any], *, stored: bool) -> None:
@@ -116,9 +122,9 @@ def test_only_what_the_engine_lacks_is_asked_for(sides: tuple[SchedulerSide, Not
     side.new_request(request)
     assert matched(side, request, 4) == 6
     assert [question.first_block for question in lookups.questions] == [4]
-    side.allocated(request, list(range(12)), 6 * SIZE)
+    side.allocated(request, list(range(1, 13)), 6 * SIZE)
     [job] = side.orders([], lambda request_id: []).loads
-    assert job.block_ids == [4, 5, 6, 7, 8, 9]
+    assert job.block_ids == [5, 6, 7, 8, 9, 10]
     assert job.ticket is not None
     assert (job.ticket.first_block, job.ticket.blocks) == (0, 6)
     assert side.hit_tiers("r", 6 * SIZE) == {"host": 6 * SIZE}
@@ -215,6 +221,53 @@ def test_hints_go_with_the_question_and_with_the_save(
     assert [question.hints for question in lookups.questions] == [expected, NO_HINTS, NO_HINTS]
     [line] = [text for text in caplog.messages if "hints" in text]
     assert "hints of request bad: hints.priority is 'urgent', expected a whole number" in line
+
+
+@pytest.fixture
+def windowed(server: Sidecar) -> Iterator[SchedulerSide]:
+    """Of an engine whose second group of layers sees 65 tokens: two blocks and one."""
+    side = side_of(
+        CacheGroups(SIZE, (("full",), ("window",)), 2 * SIZE + 1), Noted(Client(server.address)), Pool()
+    )
+    yield side
+    side.close()
+    await_idle(server)
+
+
+def test_all_groups_of_layers_are_loaded_but_for_the_last_token(windowed: SchedulerSide) -> None:
+    request = Request(PROMPT[: 10 * SIZE])
+    windowed.new_request(request)
+    assert matched(windowed, request, 4) == 5, "the tenth block has the last token"
+    table = [number for block in range(1, 10) for number in (block, NULL_BLOCK if block < 8 else 20 + block)]
+    windowed.allocated(request, table, 5 * SIZE)
+    [job] = windowed.orders([], lambda request_id: []).loads
+    assert job.block_ids == [5, 0, 6, 0, 7, 0, 8, 28, 9, 29]
+    progress = Progress()
+    progress.load_over("r", 3)
+    windowed.progressed(progress, set())
+    assert matched(windowed, request, 0) == 0, "it is not tried again"
+    windowed.finished(request, [])
+
+
+def test_what_is_generated_is_saved_while_windows_have_it(windowed: SchedulerSide) -> None:
+    request = Request(tokens(9, 3 * SIZE))
+    windowed.new_request(request)
+    assert matched(windowed, request, 0) == 0
+    saved: list[tuple[int, int]] = []
+    for computed_tokens in [0, *range(3 * SIZE, 9 * SIZE)]:
+        if computed_tokens:
+            request.all_token_ids = [*request.all_token_ids, 1]
+        step = 1 if computed_tokens else 3 * SIZE
+        request.num_tokens, request.num_computed_tokens = len(request.all_token_ids), computed_tokens
+        held = max(0, computed_tokens - 2 * SIZE) // SIZE
+        table = [
+            number for block in range(9) for number in (block + 1, NULL_BLOCK if block < held else block + 21)
+        ]
+        jobs = windowed.orders([("r", step)], {"r": table}.__getitem__).saves
+        saved += [(job.first_block, len(job.block_ids) // 2) for job in jobs]
+        finish(windowed, jobs, stored=True)
+    assert saved == [(0, 3), (3, 5), (5, 7), (7, 9)]
+    windowed.finished(request, [])
 
 
 class TestKnownBlocks:

@@ -16,13 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.block import TierName
-from kvstore.connectors.vllm.engine import cut_of, identity_of, require_supported_version, shard_of
+from kvstore.connectors.vllm.engine import (
+    cut_of,
+    groups_of,
+    identity_of,
+    require_supported_version,
+    shard_of,
+)
 from kvstore.connectors.vllm.errors import UnsupportedError
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Orders, Progress
@@ -90,6 +97,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         try:
             require_supported_version()
+            self._groups = groups_of(kv_cache_config)
             if role is KVConnectorRole.SCHEDULER:
                 self._scheduler = self._scheduler_side(options)
             else:
@@ -107,23 +115,29 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 transfer.kv_load_failure_policy,
             )
             transfer.kv_load_failure_policy = "recompute"
+        if self._groups.hybrid and not options.asynchronous_loads:
+            _log.warning(
+                "asynchronous_loads is false: vLLM stops when a synchronous load of a model with sliding "
+                "windows fails, so its loads are asynchronous"
+            )
         cut = cut_of(config)
         policy = Policy(
             spec,
+            self._groups,
             ranks=cut[0] * cut[1],
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
-            asynchronous=options.asynchronous_loads,
+            asynchronous=self._asynchronous(options),
             lookup_seconds=options.lookup_seconds,
             request_hints=options.request_hints,
         )
-        lookups = Lookups(options.open_client(), cut, options.redis_seconds, self._clock)
+        lookups = Lookups(options.open_client(populate=False), cut, options.redis_seconds, self._clock)
         lookups.greet(spec)
         return SchedulerSide(policy, lookups, self._tally, self._clock, lambda: secrets.token_hex(8))
 
     def _worker_side(self, options: ConnectorOptions) -> WorkerSide:
         shard = shard_of(self._vllm_config)
-        rank = Rank(shard, shard.tp_size * shard.pp_size)
+        rank = Rank(shard, shard.tp_size * shard.pp_size, self._groups)
         around = None
         if torch.cuda.is_available():
             around = partial(pinned_pool, device=torch.device("cuda", torch.cuda.current_device()))
@@ -132,8 +146,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             rank,
             self._tally,
             self._clock,
-            asynchronous=options.asynchronous_loads,
+            asynchronous=self._asynchronous(options),
         )
+
+    def _asynchronous(self, options: ConnectorOptions) -> bool:
+        return options.asynchronous_loads or self._groups.hybrid
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -172,7 +189,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         with self._planning() as side:
             if side is not None:
-                side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+                side.allocated(request, self._groups.listed(blocks.get_block_ids()), num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -193,7 +210,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
             def table_of(request_id: str) -> list[int]:
                 tables = None if state is None else state.get_block_ids(request_id)
-                return [] if tables is None else tables[0]
+                return [] if tables is None else self._groups.listed(tables)
 
             return StoreMetadata(side.orders(scheduler_output.num_scheduled_tokens.items(), table_of))
 
@@ -210,7 +227,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         with self._planning() as side:
             if side is not None:
-                side.finished(request, block_ids[0])
+                side.finished(request, self._groups.listed(block_ids))
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -261,6 +278,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return None, side.finished_loads(orders) or None
         with self._copying():
             return None, side.finished_loads(orders) or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None:
+            results.failed_recving = self._worker.take_failed_loads()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.take_bad_blocks()

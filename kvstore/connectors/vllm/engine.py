@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpecKind, get_kv_cache_spec_kind
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVCacheSpecKind,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+)
 
 from hashing import KVShape
 from kvstore.block import Shard
 from kvstore.connectors.vllm.errors import UnsupportedError
+from kvstore.connectors.vllm.groups import CacheGroups
 from kvstore.connectors.vllm.identity import EngineIdentity, weights_revision
 from kvstore.connectors.vllm.options import ConnectorOptions
 
@@ -22,6 +32,8 @@ if TYPE_CHECKING:
 SUPPORTED = "0.32"
 """The minor version whose interface and tensors this package knows."""
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC")
+_GROUPED = (KVCacheSpecKind.FULL_ATTENTION, KVCacheSpecKind.SLIDING_WINDOW)
+"""What layers may keep where groups of them have tables of blocks of their own."""
 
 
 def require_supported_version(version: str = vllm.__version__) -> None:
@@ -48,39 +60,71 @@ def shard_of(vllm_config: VllmConfig) -> Shard:
     return Shard(rank % tp_size, tp_size, rank // tp_size % pp_size, pp_size)
 
 
-def block_size_of(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of a block; UnsupportedError where not all layers have full attention of one shape.
+def groups_of(kv_cache_config: KVCacheConfig) -> CacheGroups:
+    """The engine's groups of layers; UnsupportedError where a prefix is more than blocks of one size.
 
-    A prefix that is cached for some layers only spares no computation, so such models run without
-    the store.
+    What vLLM takes from a connector is one number of tokens for all layers, so all are served or none.
     """
     groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+    specs = [_spec_of(group.kv_cache_spec) for group in groups]
+    if len(specs) == 1 and isinstance(specs[0], FullAttentionSpec):
+        return CacheGroups(int(specs[0].block_size), (tuple(groups[0].layer_names),))
+    if not specs or any(get_kv_cache_spec_kind(spec) not in _GROUPED for spec in specs):
+        kinds = dict.fromkeys(type(spec).__name__ for spec in specs)
         raise UnsupportedError(
-            f"the model keeps {' and '.join(kinds) or 'no KV cache'}, expected full attention in all layers; "
-            "its prefixes stay with the engine; with --disable-hybrid-kv-cache-manager it keeps sliding "
-            "windows whole, which can be served"
+            f"the model keeps {' and '.join(kinds) or 'no KV cache'}, expected full attention and sliding "
+            "windows; its prefixes stay with the engine, except that chunked attention is kept whole, and "
+            "served, with --disable-hybrid-kv-cache-manager"
         )
-    return int(groups[0].kv_cache_spec.block_size)
+    _require_one_size(specs)
+    windows = [int(spec.sliding_window) for spec in specs if isinstance(spec, SlidingWindowSpec)]
+    layers = tuple(tuple(group.layer_names) for group in groups)
+    return CacheGroups(int(specs[0].block_size), layers, min(windows, default=None))
+
+
+def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
+    """That of any of the layers, as vLLM's scheduler has it."""
+    return next(iter(spec.kv_cache_specs.values())) if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _require_one_size(specs: list[KVCacheSpec]) -> None:
+    names = ("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype")
+    for name in names:
+        sizes = sorted({str(getattr(spec, name)) for spec in specs})
+        if len(sizes) > 1:
+            raise UnsupportedError(
+                f"the model's groups of layers have {name} {' and '.join(sizes)}, expected one for all; its "
+                "prefixes stay with the engine"
+            )
 
 
 def identity_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions
 ) -> EngineIdentity:
     """The engine's account of its blocks; UnsupportedError where they cannot be kept."""
-    block_size = block_size_of(kv_cache_config)
+    groups = groups_of(kv_cache_config)
+    speculative = vllm_config.speculative_config
+    if groups.hybrid and speculative is not None and speculative.uses_draft_kv_cache():
+        raise UnsupportedError(
+            "the drafter has layers of its own beside those with sliding windows, which is untried; start "
+            "the engine without --speculative-config, or with --disable-hybrid-kv-cache-manager"
+        )
+    hashed = kv_cache_config.hash_block_size
+    if groups.hybrid and hashed not in (None, groups.block_size):
+        raise UnsupportedError(
+            f"prefixes are hashed every {hashed} tokens, in blocks of {groups.block_size}; leave out "
+            "--prefix-match-unit"
+        )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise UnsupportedError(
             "the scales of the KV cache are measured when the engine starts, so its blocks are its own; "
             "start it without --calculate-kv-scales"
         )
     model = vllm_config.model_config
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     _, pp_size = cut_of(vllm_config)
     layers = model.get_total_num_hidden_layers()
-    on_rank = max(len(group.layer_names), -(-layers // pp_size))
+    on_rank = max(sum(map(len, groups.layers)), -(-layers // pp_size))
     dtype = str(model.dtype).removeprefix("torch.")
     cache_dtype = vllm_config.cache_config.cache_dtype
     return EngineIdentity(
@@ -88,8 +132,8 @@ def identity_of(
         weights_id=weights_revision(model.model, model.revision, options.weights_id),
         dtype=dtype,
         kv_dtype=str(spec.dtype).removeprefix("torch.") if cache_dtype == "auto" else str(cache_dtype),
-        layout=_layout_of(vllm_config, kv_cache_config),
-        block_size=block_size,
+        layout=_layout_of(vllm_config, kv_cache_config) + _grouping(groups),
+        block_size=groups.block_size,
         kv_shape=KVShape(
             layers=layers,
             planes=1 if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MLA_ATTENTION else 2,
@@ -99,6 +143,13 @@ def identity_of(
         payload_bytes=on_rank * spec.page_size_bytes,
         settings=_settings_of(vllm_config),
     )
+
+
+def _grouping(groups: CacheGroups) -> str:
+    """The order of layers in a block, where it is not simply the model's."""
+    if not groups.hybrid:
+        return ""
+    return f"/groups-{hashlib.sha256(json.dumps(groups.layers).encode()).hexdigest()[:8]}"
 
 
 def _name_of(vllm_config: VllmConfig) -> str:

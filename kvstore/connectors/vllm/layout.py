@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.connectors.vllm.errors import UnsupportedError
+from kvstore.connectors.vllm.groups import NULL_BLOCK, CacheGroups
 from kvstore.tiers.device_copy import PagedBlocks
 from kvstore.tiers.device_mover import mover_for
 from kvstore.tiers.device_transfer import Transfers
@@ -23,6 +24,7 @@ Payload: TypeAlias = NDArray[np.uint8]
 
 _STAGING_BYTES = 64 * 2**20
 """What loads take of a GPU's memory, and saves once more."""
+_GOLDEN_BLOCK = 1
 
 
 def byte_rows(name: str, tensor: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -66,10 +68,15 @@ def _scattered(name: str, tensor: torch.Tensor) -> UnsupportedError:
 
 
 class EngineBlocks:
-    """The KV cache of one rank, block by block."""
+    """The KV cache of one rank, or of a group of its layers, block by block."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], blocks: int) -> None:
-        """``tensors`` by layer name, in the order of the payload.
+    width = 1
+    """Ids for each payload."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], blocks: int, staging_bytes: int = _STAGING_BYTES
+    ) -> None:
+        """``tensors`` by layer name, in the order of the payload; ``staging_bytes`` are a GPU's, each way.
 
         UnsupportedError as ``byte_rows``, and where a GPU has no room for copies.
         """
@@ -82,10 +89,10 @@ class EngineBlocks:
         self._ways: _DeviceWays | None = None
         if not self.in_host_memory:
             try:
-                self._ways = _DeviceWays(PagedBlocks(self._rows))
+                self._ways = _DeviceWays(PagedBlocks(self._rows), staging_bytes)
             except torch.OutOfMemoryError as error:
                 raise UnsupportedError(
-                    f"the GPU has no {2 * _STAGING_BYTES >> 20} MiB left to copy blocks through; lower "
+                    f"the GPU has no {2 * staging_bytes >> 20} MiB left to copy blocks through; lower "
                     "--gpu-memory-utilization"
                 ) from error
 
@@ -126,12 +133,51 @@ class EngineBlocks:
         self._ways.load(payloads, block_ids, fence)
 
 
+class GroupedBlocks:
+    """The KV cache of one rank in which each group of layers has blocks of its own.
+
+    A payload is a block of each group, one after the other, and there are ``width`` ids for it.
+    """
+
+    def __init__(self, groups: Mapping[int, EngineBlocks], width: int) -> None:
+        """``groups`` by place, in the order of the payload; those that have no layers here are left out."""
+        ends = np.cumsum([group.payload_bytes for group in groups.values()]).tolist()
+        self._groups = [
+            (place, group, slice(start, stop))
+            for (place, group), start, stop in zip(groups.items(), [0, *ends[:-1]], ends, strict=True)
+        ]
+        self.width = width
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(group.payload_bytes for _, group, _ in self._groups)
+
+    def fence(self) -> Any:  # noqa: ANN401 - as ``EngineBlocks.fence``
+        """After what has been submitted to the device by now."""
+        return self._groups[0][1].fence()
+
+    def gather(self, block_ids: Sequence[int], payloads: Sequence[Payload], fence: Any = None) -> None:  # noqa: ANN401
+        """Copy blocks out, ``width`` for each payload, as they are after ``fence``."""
+        for place, group, span in self._groups:
+            group.gather(block_ids[place :: self.width], [payload[span] for payload in payloads], fence)
+
+    def scatter(self, payloads: Sequence[Payload], block_ids: Sequence[int], fence: Any = None) -> None:  # noqa: ANN401
+        """Copy payloads in, after ``fence``, but for what no window sees; over on return."""
+        for place, group, span in self._groups:
+            wanted = [
+                (payload[span], block)
+                for payload, block in zip(payloads, block_ids[place :: self.width], strict=True)
+                if block != NULL_BLOCK
+            ]
+            group.scatter([payload for payload, _ in wanted], [block for _, block in wanted], fence)
+
+
 class _DeviceWays:
     """One way up and one down between a GPU and the payloads, each for one thread at a time."""
 
-    def __init__(self, paged: PagedBlocks) -> None:
-        self._up = Transfers(paged, mover_for(paged, staging_bytes=_STAGING_BYTES))
-        self._down = Transfers(paged, mover_for(paged, staging_bytes=_STAGING_BYTES))
+    def __init__(self, paged: PagedBlocks, staging_bytes: int) -> None:
+        self._up = Transfers(paged, mover_for(paged, staging_bytes=staging_bytes))
+        self._down = Transfers(paged, mover_for(paged, staging_bytes=staging_bytes))
         self._loading, self._saving = Lock(), Lock()
 
     def save(self, block_ids: Sequence[int], payloads: Sequence[Payload], fence: Any) -> None:  # noqa: ANN401
@@ -150,6 +196,26 @@ class _DeviceWays:
 
 def _addresses(payloads: Sequence[Payload]) -> NDArray[np.int64]:
     return np.array([payload.ctypes.data for payload in payloads], dtype=np.int64)
+
+
+def map_blocks(
+    tensors: Mapping[str, torch.Tensor], groups: CacheGroups, blocks: int
+) -> EngineBlocks | GroupedBlocks:
+    """The engine's blocks, each layer of which was proved to be copied faithfully.
+
+    UnsupportedError as for ``EngineBlocks`` and ``golden_round_trip``.
+    """
+    if not groups.hybrid:
+        plain = EngineBlocks(tensors, blocks)
+        golden_round_trip(tensors, plain, _GOLDEN_BLOCK)
+        return plain
+    mapped = {}
+    for place, names in enumerate(groups.layers):
+        if names:
+            layers = {name: tensors[name] for name in names}
+            mapped[place] = EngineBlocks(layers, blocks, _STAGING_BYTES // groups.width)
+            golden_round_trip(layers, mapped[place], _GOLDEN_BLOCK)
+    return GroupedBlocks(mapped, groups.width)
 
 
 def golden_round_trip(tensors: Mapping[str, torch.Tensor], blocks: EngineBlocks, block: int) -> None:

@@ -14,7 +14,7 @@ from kvstore.spec import NamespaceSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadJob:
-    """Fill the engine's blocks ``block_ids`` with the blocks of ``ticket``, one each.
+    """Fill the engine's blocks ``block_ids``, as ``groups`` lists them, with the blocks of ``ticket``.
 
     Without a ticket nothing can be read any more, and all of them are to be reported.
     """
@@ -29,8 +29,8 @@ class LoadJob:
 class SaveJob:
     """Store blocks ``first_block`` … of a prompt: whole blocks of ``token_ids`` (u32 LE).
 
-    ``block_ids`` are the engine's blocks from block 0 on: what is stored is right only if all of
-    them are.
+    ``block_ids`` are the engine's blocks from block 0 on, as ``groups`` lists them: what is stored is
+    right only if all of them are.
     """
 
     job_id: int

@@ -58,10 +58,10 @@ class ConnectorOptions:
             _check(name, value, getattr(cls(), name))
         return cls(**given)
 
-    def open_client(self, around_mapping: AroundMapping | None = None) -> Client:
+    def open_client(self, around_mapping: AroundMapping | None = None, *, populate: bool = True) -> Client:
         """A client of the sidecar; ConfigError where a file cannot be read.
 
-        ``around_mapping`` as in ``ClientOptions``.
+        ``around_mapping`` and ``populate`` as in ``ClientOptions``.
         """
         tls = None
         if self.tls_ca or self.tls_cert or self.tls_key:
@@ -71,6 +71,7 @@ class ConnectorOptions:
             transfer_seconds=self.transfer_seconds,
             map_pool=self.map_pool,
             around_mapping=around_mapping,
+            populate=populate,
         )
         return Client(self.address, token=self._token(), tls=tls, options=options)
 

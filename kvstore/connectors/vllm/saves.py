@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from hashing import Extras
+from kvstore.connectors.vllm.groups import first_whole
 from kvstore.connectors.vllm.messages import Progress, SaveJob
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.spec import NamespaceSpec
@@ -30,7 +31,7 @@ class BlockPool(Protocol):
 class Prefix:
     """The part of a request that is computed in a step or before: whole blocks of ``token_ids``.
 
-    ``hashes`` are the engine's own, one a block.
+    ``block_ids`` are as ``groups`` lists them; ``hashes`` are the engine's own, one a block.
     """
 
     request_id: str
@@ -59,11 +60,16 @@ class Saves:
     def __init__(
         self,
         ranks: int,
+        width: int = 1,
         pinned_share: float = 0.5,
         stored: Callable[[Sequence[bytes]], None] = lambda hashes: None,
     ) -> None:
-        """``stored`` is told the engine's hashes of blocks that every rank has stored."""
+        """``stored`` is told the engine's hashes of blocks that every rank has stored.
+
+        Each is ``width`` blocks of the engine.
+        """
         self._ranks = ranks
+        self._width = width
         self._share = pinned_share
         self._pool: BlockPool | None = None
         self._ids = count(1)
@@ -84,10 +90,16 @@ class Saves:
         return len(self._jobs)
 
     def begin(self, prefix: Prefix, first_block: int) -> bool:
-        """Order a save of the blocks from ``first_block`` on; False where it has to be dropped."""
+        """Order a save of the blocks from ``first_block`` on; False where it has to be dropped.
+
+        What a window has let go of is left out, with what is before it: blocks are stored whole.
+        """
         if self._pool is None:
             return False
-        blocks = prefix.block_ids[first_block:]
+        first_block = first_whole(prefix.block_ids, self._width, first_block)
+        blocks = prefix.block_ids[first_block * self._width :]
+        if not blocks:
+            return True
         if self._pinned + len(blocks) > self._share * len(self._pool.blocks):
             self.refused += 1
             return False
@@ -147,7 +159,7 @@ class Saves:
             return
         if everywhere:
             self._tell_stored(job.hashes)
-        blocks = job.order.block_ids[job.order.first_block :]
+        blocks = job.order.block_ids[job.order.first_block * self._width :]
         self._pinned -= len(blocks)
         # Tails first: what is reused first should be what is least likely to be asked again.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 
-from hashing import Extras
 from kvstore.block import TierName
+from kvstore.connectors.vllm.groups import CacheGroups
 from kvstore.connectors.vllm.hints import hints_of
 from kvstore.connectors.vllm.identity import Adapters, adapted, request_extras, with_new_weights
 from kvstore.connectors.vllm.known import KnownBlocks
-from kvstore.connectors.vllm.lookups import NOTHING, Answer, Lookups, Pending, Question
+from kvstore.connectors.vllm.lookups import NOTHING, Answer, Lookups, Question
 from kvstore.connectors.vllm.messages import LoadJob, Orders, Progress
 from kvstore.connectors.vllm.saves import Prefix, Saves
 from kvstore.connectors.vllm.tally import Tally
+from kvstore.connectors.vllm.tracking import EngineRequest, Load, Tracked
 from kvstore.errors import HintsError
 from kvstore.hints import NO_HINTS, Hints
 from kvstore.service.client import Outcome
@@ -30,69 +29,18 @@ _IDLE_PATIENCE_SECONDS = 0.003
 from whoever works at the answer what each of its empty steps costs."""
 
 
-class EngineRequest(Protocol):
-    """vLLM's request, as far as it is read."""
-
-    request_id: str
-    num_tokens: int
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    num_in_flight_tokens: int
-    all_token_ids: Sequence[int]
-    block_hashes: Sequence[bytes]
-    kv_transfer_params: Mapping[str, Any] | None
-    skip_reading_prefix_cache: bool
-    cache_salt: str | None
-    lora_request: Any
-    mm_features: Sequence[Any]
-    prompt_embeds: Any
-    resumable: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What the engine's set-up asks for."""
 
     spec: NamespaceSpec
+    groups: CacheGroups
     ranks: int
     loads: bool
     saves: bool
     asynchronous: bool
     lookup_seconds: float
     request_hints: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Tracked:
-    """A request from its arrival to its end. ``spec`` is None until an adapter's name is known.
-
-    ``token_ids`` are those that were packed for saves; ``stale`` is one that was computing when the
-    weights changed, ``failed`` one whose load failed: it is not tried again, since nothing says that
-    it would fare better.
-    """
-
-    request: EngineRequest
-    spec: NamespaceSpec | None
-    extras: Extras | None
-    hints: Hints = NO_HINTS
-    pending: Pending | None = None
-    answer: Answer | None = None
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
-    local_blocks: int = 0
-    saved_blocks: int = 0
-    stale: bool = False
-    failed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """A load under way; ``ranks`` are through with it. ``first_block`` counts in the answer's run."""
-
-    answer: Answer
-    first_block: int
-    block_ids: list[int]
-    good_blocks: int
-    ranks: int = 0
 
 
 class SchedulerSide:
@@ -116,11 +64,12 @@ class SchedulerSide:
         self._mark = mark
         self._adapters = Adapters()
         self._known = KnownBlocks(clock)
-        self._saves = Saves(policy.ranks, stored=self._known.add)
+        self._width = policy.groups.width
+        self._saves = Saves(policy.ranks, self._width, stored=self._known.add)
         self._failures = 0
         self._told: set[str] = set()
-        self._requests: dict[str, _Tracked] = {}
-        self._loads: dict[str, _Load] = {}
+        self._requests: dict[str, Tracked] = {}
+        self._loads: dict[str, Load] = {}
         self._new_loads: list[LoadJob] = []
         self._patience = self._patience_left = _IDLE_PATIENCE_SECONDS
         self.refusal = ""
@@ -145,7 +94,7 @@ class SchedulerSide:
         ]
         spec = self._base if request.lora_request is None else None
         extras = request_extras(request.cache_salt, items)
-        self._requests[request.request_id] = _Tracked(request, spec, extras, self._hints(request))
+        self._requests[request.request_id] = Tracked(request, spec, extras, self._hints(request))
 
     def _hints(self, request: EngineRequest) -> Hints:
         """What the request says; nothing, and one line, where it says what cannot be."""
@@ -166,7 +115,10 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.local_blocks = local_tokens // self._block_size
-        longest = request.num_tokens - (0 if self._policy.asynchronous else 1)
+        # After a load of all tokens vLLM computes the last one again, from windows that were allocated for
+        # the one after it and may begin a token too late.
+        whole = self._policy.asynchronous and self._policy.groups.window is None
+        longest = request.num_tokens - (0 if whole else 1)
         wanted = longest // self._block_size
         # An adapter's namespace is known only once it was asked for, also by who just saves.
         unwanted = tracked.spec is not None and not self._policy.loads
@@ -194,14 +146,14 @@ class SchedulerSide:
             self._known.clear()
         return self._known.leading(request.block_hashes, blocks)
 
-    def _answer(self, tracked: _Tracked) -> Answer | None:
+    def _answer(self, tracked: Tracked) -> Answer | None:
         answer = tracked.answer or self._new_answer(tracked)
         if answer is not None and tracked.local_blocks < answer.first_block:
             self._drop_answer(tracked)  # what the engine had when it asked, it has no longer
             return None
         return answer
 
-    def _new_answer(self, tracked: _Tracked) -> Answer | None:
+    def _new_answer(self, tracked: Tracked) -> Answer | None:
         if tracked.pending is None:
             tracked.pending = self._lookups.ask(self._question(tracked))
             self._tally.add("lookups", 1)
@@ -221,7 +173,7 @@ class SchedulerSide:
             tracked.spec = answer.spec
         return answer
 
-    def _question(self, tracked: _Tracked) -> Question:
+    def _question(self, tracked: Tracked) -> Question:
         request, base = tracked.request, self._base
 
         def spec() -> NamespaceSpec:
@@ -239,11 +191,11 @@ class SchedulerSide:
             tracked.hints,
         )
 
-    def _know(self, tracked: _Tracked, answer: Answer) -> None:
+    def _know(self, tracked: Tracked, answer: Answer) -> None:
         if not tracked.stale:
             self._known.add(tracked.request.block_hashes[answer.first_block : answer.end])
 
-    def _drop_answer(self, tracked: _Tracked, used_blocks: int = 0) -> None:
+    def _drop_answer(self, tracked: Tracked, used_blocks: int = 0) -> None:
         if tracked.pending is not None:
             self._lookups.forget(tracked.pending)
             tracked.pending = None
@@ -263,14 +215,14 @@ class SchedulerSide:
         if count and tracked.answer is not None and tracked.answer.lease is not None:
             ticket = tracked.answer.lease.ticket()
         first = tracked.local_blocks
-        targets = list(block_ids[first : first + count])
+        targets = list(block_ids[first * self._width : (first + count) * self._width])
         if tracked.answer is None or tracked.spec is None or not count:
             # What the engine has itself by now was of use to it, wherever it came from.
             begun = 0 if tracked.answer is None else tracked.answer.first_block
             self._drop_answer(tracked, max(0, first - begun))
             return
         first -= tracked.answer.first_block
-        self._loads[request.request_id] = _Load(tracked.answer, first, targets, good_blocks=count)
+        self._loads[request.request_id] = Load(tracked.answer, first, count, good_blocks=count)
         # A lease that was lost in between has none, or a shorter one; then the workers say so.
         part = None if ticket is None or ticket.blocks < first + count else ticket.part(first, count)
         self._new_loads.append(LoadJob(request.request_id, tracked.spec, part, targets))
@@ -286,7 +238,7 @@ class SchedulerSide:
         place = 0
         for tier, blocks in load.answer.lease.hit_blocks.items():
             first, place = max(place, load.first_block), place + blocks
-            stop = min(place, load.first_block + len(load.block_ids))
+            stop = min(place, load.first_block + load.blocks)
             if stop > first:
                 found[tier] = (stop - first) * self._block_size
         return found if sum(found.values()) == tokens else {}
@@ -300,8 +252,7 @@ class SchedulerSide:
             idle = False
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                # Of what is generated some may be taken back; it is saved when the request ends.
-                end = min(tracked.request.num_computed_tokens + tokens, tracked.request.num_prompt_tokens)
+                end = self._due(tracked, tracked.request.num_computed_tokens + tokens)
                 if end // self._block_size > tracked.saved_blocks:
                     self._save(tracked, end, table_of(request_id))
         self._patience = self._patience_left = _IDLE_PATIENCE_SECONDS if idle else _PATIENCE_SECONDS
@@ -309,10 +260,26 @@ class SchedulerSide:
         saves, verdicts = self._saves.take_orders()
         return Orders(loads, saves, verdicts if self._policy.ranks > 1 else {}, idle)
 
-    def _save(self, tracked: _Tracked, tokens: int, block_ids: Sequence[int]) -> None:
+    def _due(self, tracked: Tracked, computed_tokens: int) -> int:
+        """How far a request is to be saved in the step after which so many of its tokens are computed."""
+        if not self._savable(tracked):
+            return 0
+        # Of what is generated some may be taken back; it is saved when the request ends.
+        end = min(computed_tokens, tracked.request.num_prompt_tokens)
+        patience = self._policy.groups.unsaved_blocks
+        if patience is not None:
+            # Or before windows let go of it.
+            certain = min(computed_tokens, tracked.request.num_tokens)
+            if certain // self._block_size - tracked.saved_blocks >= patience:
+                end = max(end, certain)
+        return end
+
+    def _savable(self, tracked: Tracked) -> bool:
+        return self._policy.saves and tracked.spec is not None and not tracked.stale
+
+    def _save(self, tracked: Tracked, tokens: int, block_ids: Sequence[int]) -> None:
+        assert tracked.spec is not None
         blocks = tokens // self._block_size
-        if tracked.spec is None or tracked.stale or not self._policy.saves:
-            return
         count = blocks * self._block_size
         tracked.token_ids.extend(tracked.request.all_token_ids[len(tracked.token_ids) : count])
         prefix = Prefix(
@@ -320,7 +287,7 @@ class SchedulerSide:
             tracked.spec,
             tracked.extras,
             tracked.token_ids[:count].tobytes(),
-            list(block_ids[:blocks]),
+            list(block_ids[: blocks * self._width]),
             tracked.request.block_hashes[:blocks],
             tracked.hints,
         )
@@ -349,13 +316,17 @@ class SchedulerSide:
             if load.ranks >= self._policy.ranks:
                 self._end_load(request_id, load)
 
-    def _end_load(self, request_id: str, load: _Load) -> None:
+    def _end_load(self, request_id: str, load: Load) -> None:
         del self._loads[request_id]
         good = load.first_block + load.good_blocks
         self._lookups.release(load.answer, good, range(load.first_block, good))
-        self._tally.add("loaded_tokens", load.good_blocks * self._block_size)
+        complete = load.good_blocks == load.blocks
+        if complete or not self._policy.groups.hybrid:
+            self._tally.add("loaded_tokens", load.good_blocks * self._block_size)
+        else:  # with several tables of blocks vLLM takes all of a load or nothing, and is told of no block
+            self._tally.add("failed_load_blocks", load.blocks)
         tracked = self._requests.get(request_id)
-        if tracked is not None and load.good_blocks < len(load.block_ids):
+        if tracked is not None and not complete:
             # What was not right in the store is stored again.
             tracked.failed = True
             tracked.saved_blocks = min(tracked.saved_blocks, load.answer.first_block + good)
@@ -370,8 +341,8 @@ class SchedulerSide:
         if request.request_id in self._loads or not block_ids:
             return  # its blocks are not filled yet
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        end = min(computed, request.num_tokens - 1, len(block_ids) * self._block_size)
-        if end // self._block_size > tracked.saved_blocks:
+        end = min(computed, request.num_tokens - 1, len(block_ids) // self._width * self._block_size)
+        if self._savable(tracked) and end // self._block_size > tracked.saved_blocks:
             self._save(tracked, end, block_ids)
 
     def reset(self) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from kvstore.block import Shard
 from kvstore.connectors.vllm.errors import UnsupportedError
-from kvstore.connectors.vllm.layout import EngineBlocks, golden_round_trip
+from kvstore.connectors.vllm.groups import CacheGroups
+from kvstore.connectors.vllm.layout import EngineBlocks, GroupedBlocks, map_blocks
 from kvstore.connectors.vllm.messages import LoadJob, Orders, Progress, SaveJob
 from kvstore.connectors.vllm.tally import Tally
 from kvstore.hints import NO_HINTS, Hints
@@ -26,7 +27,6 @@ _PATIENCE_SECONDS = 0.004
 """What a step without tokens waits for a transfer to end, instead of asking again at once."""
 _PIECE_BYTES = 64 * 2**20
 """A write is cut into pieces of about so much: each counts against what a client may have staged."""
-_GOLDEN_BLOCK = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Rank:
 
     shard: Shard
     ranks: int
+    groups: CacheGroups
 
 
 class WorkerSide:
@@ -49,7 +50,7 @@ class WorkerSide:
         self._tally = tally
         self._clock = clock
         self._asynchronous = asynchronous
-        self._blocks: EngineBlocks | None = None
+        self._blocks: EngineBlocks | GroupedBlocks | None = None
         self._namespaces: dict[NamespaceSpec, ClientNamespace] = {}
         self._loaders = ThreadPoolExecutor(_LOADERS, thread_name_prefix="kvstore-load")
         self._savers = ThreadPoolExecutor(1, thread_name_prefix="kvstore-save")
@@ -57,6 +58,7 @@ class WorkerSide:
         self._filling: dict[int, tuple[SaveJob, Future[list[StagedWrite]]]] = {}
         self._saving: dict[Future[bool], int] = {}
         self._bad: set[int] = set()
+        self._failed: set[str] = set()
         self._progress = Progress()
 
     @property
@@ -66,12 +68,9 @@ class WorkerSide:
     def register(self, tensors: Mapping[str, torch.Tensor], blocks: int) -> None:
         """Learn where the engine's blocks are; what cannot be copied faithfully is not served."""
         try:
-            mapped = EngineBlocks(tensors, blocks)
-            golden_round_trip(tensors, mapped, _GOLDEN_BLOCK)
+            self._blocks = map_blocks(tensors, self._rank.groups, blocks)
         except UnsupportedError as error:
             self._refuse(error)
-        else:
-            self._blocks = mapped
 
     # In the order of a step.
 
@@ -129,15 +128,23 @@ class WorkerSide:
                 good = future.result()
             else:
                 _log.error("kvstore load failed", exc_info=future.exception())
-            self._bad.update(job.block_ids[good:])
+            if not self._rank.groups.hybrid:
+                self._bad.update(job.block_ids[good:])
+            elif good * self._rank.groups.width < len(job.block_ids):
+                self._failed.add(job.request_id)
             self._progress.load_over(job.request_id, good)
             finished.add(job.request_id)
         return finished
 
     def take_bad_blocks(self) -> set[int]:
-        """The engine's blocks that could not be loaded, since the last call."""
+        """The engine's blocks that could not be loaded, since the last call; none of a hybrid model's."""
         bad, self._bad = self._bad, set()
         return bad
+
+    def take_failed_loads(self) -> set[str]:
+        """Requests of hybrid models whose loads failed: vLLM takes no other account of them."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_progress(self) -> Progress:
         progress, self._progress = self._progress, Progress()
@@ -160,7 +167,7 @@ class WorkerSide:
         began = self._clock()
         borrowed = self._namespace(job.spec).borrow(job.ticket)
         views = borrowed.views(self._rank.shard)
-        self._blocks.scatter(views, job.block_ids[: len(views)], fence)
+        self._blocks.scatter(views, job.block_ids[: len(views) * self._blocks.width], fence)
         good = min(len(views), borrowed.valid(self._rank.shard))
         self._tally.add("load_seconds", self._clock() - began)
         self._tally.add("loaded_bytes", good * self._blocks.payload_bytes)
@@ -191,14 +198,16 @@ class WorkerSide:
         tokens = np.frombuffer(job.token_ids, dtype="<u4", count=stop * size)
         namespace = self._namespace(job.spec)
         staged = namespace.write(tokens, shard=self._rank.shard, extras=job.extras, first_block=first)
+        width = self._rank.groups.width
         ours = [
-            job.block_ids[block]
+            each
             for block, status in enumerate(staged.status, first)
             if status is BlockStatus.YOURS
+            for each in job.block_ids[block * width : (block + 1) * width]
         ]
         if self._blocks is not None and staged.payloads:
             self._blocks.gather(ours, staged.payloads, fence)
-            self._tally.add("saved_bytes", len(ours) * self._blocks.payload_bytes)
+            self._tally.add("saved_bytes", len(staged.payloads) * self._blocks.payload_bytes)
         self._tally.add("save_seconds", self._clock() - began)
         return staged
 
@@ -217,7 +226,7 @@ class WorkerSide:
 
     def _pieces(self, job: SaveJob) -> list[tuple[int, int]]:
         assert job.spec.payload_bytes is not None
-        blocks = len(job.block_ids)
+        blocks = len(job.block_ids) // self._rank.groups.width
         step = max(1, _PIECE_BYTES // job.spec.payload_bytes)
         return [(first, min(blocks, first + step)) for first in range(job.first_block, blocks, step)]
 
