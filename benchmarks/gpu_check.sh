@@ -6,10 +6,16 @@ cd "$(dirname "$0")/.."
 export PYTHONPATH=.
 python=${PYTHON:-python3}
 out=${OUT:-build/gpu}
+if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())" 2>/dev/null; then
+    echo "torch of $python finds no CUDA device here; run this where there is one, or name a PYTHON that has it" >&2
+    exit 2
+fi
 mkdir -p "$out"
 status=0
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv | tee "$out/gpu.txt"
-timeout 150 "$python" -m pytest -m gpu tests/gpu -q -rs 2>&1 | tee "$out/tests.txt" || status=1
+timeout 140 "$python" -m pytest -m gpu tests/gpu -q -rs 2>&1 | tee "$out/tests.txt" || status=1
+timeout 200 "$python" benchmarks/gpu.py --json >"$out/gpu.json" 2>"$out/gpu.err" || status=1
+cat "$out/gpu.json" "$out/gpu.err"
 if command -v compute-sanitizer >/dev/null; then
     timeout 120 compute-sanitizer --tool memcheck --error-exitcode 9 \
         "$python" -m pytest -m gpu tests/gpu/test_gpu_copies.py -q -k "kernels and apart" 2>&1 |
@@ -17,6 +23,4 @@ if command -v compute-sanitizer >/dev/null; then
 else
     echo "compute-sanitizer is not installed: not run" | tee "$out/sanitizer.txt"
 fi
-timeout 200 "$python" benchmarks/gpu.py --json >"$out/gpu.json" 2>"$out/gpu.err" || status=1
-cat "$out/gpu.json" "$out/gpu.err"
 exit "$status"

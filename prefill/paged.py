@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.tiers.device_pin import upload
 from prefill.errors import UnsupportedModelError
 from prefill.spec import ModelSpec
 
@@ -85,16 +87,46 @@ class KVMemory:
         """The payload of the block at ``offset``: a view of ``block_bytes`` bytes."""
         return self._memory[offset : offset + self.block_bytes]
 
-    def rows(self, table: BlockTable, tokens: int) -> torch.Tensor:
-        """Row numbers of a sequence's first ``tokens`` positions, the same for all layers: int64."""
+    @property
+    def page_count(self) -> int:
+        """Pages that ``pages`` can name."""
+        return max(0, (self._memory.numel() - self.block_bytes) // SLOT_ALIGN_BYTES + 1)
+
+    def rows(self, table: BlockTable, tokens: int) -> NDArray[np.int64]:
+        """Row numbers of a sequence's first ``tokens`` positions, the same for all layers."""
+        within = np.arange(self.block_size, dtype=np.int64) * self.spec.row_bytes
+        rows = (self._offsets(table, tokens)[:, None] + within) // self._unit_bytes
+        return rows.reshape(-1)[:tokens]
+
+    def page_numbers(self, table: BlockTable, tokens: int) -> NDArray[np.int64]:
+        """The pages of ``pages`` that hold a sequence's first ``tokens`` positions, in their order."""
+        return self._offsets(table, tokens) // SLOT_ALIGN_BYTES
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer where they are: (pages, block_size, kv_heads, head_size).
+
+        A page is a block; pages are numbered by ``SLOT_ALIGN_BYTES``, so neighbouring ones overlap.
+        """
+        spec = self.spec
+        itemsize = spec.dtype.itemsize
+        shape = (self.page_count, self.block_size, spec.kv_heads, spec.head_size)
+        strides = (SLOT_ALIGN_BYTES // itemsize, spec.row_bytes // itemsize, spec.head_size, 1)
+        keys, values = (
+            plane.as_strided(shape, strides, plane.storage_offset()) for plane in self._planes[layer]
+        )
+        return keys, values
+
+    def upload(self, values: NDArray[Any]) -> torch.Tensor:
+        """A copy on the device, for what is submitted next; nobody waits for it."""
+        return upload(values, self.device)
+
+    def _offsets(self, table: BlockTable, tokens: int) -> NDArray[np.int64]:
         blocks = -(-tokens // self.block_size)
         assert 0 < blocks <= len(table), (tokens, len(table), self.block_size)
         offsets = table.offsets[:blocks]
         assert 0 <= offsets.min() <= offsets.max() <= self._memory.numel() - self.block_bytes, offsets
         assert not (offsets % SLOT_ALIGN_BYTES).any(), offsets
-        within = np.arange(self.block_size, dtype=np.int64) * self.spec.row_bytes
-        rows = (offsets[:, None] + within) // self._unit_bytes
-        return torch.from_numpy(rows.reshape(-1)[:tokens]).to(self.device)
+        return offsets
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the keys and values of one layer, each (1, kv_heads, tokens, head_size), into ``rows``.

@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from prefill.attention import PackedSpan, PagedStep
+from prefill.attention import PagedStep
 from prefill.errors import PromptError
 from prefill.flops import FlopsModel
 from prefill.paged import BlockTable, KVMemory
+from prefill.spans import PackedSpan
 from prefill.spec import ModelSpec
+from prefill.varlen import Varlen, varlen_on
 
 TokenArray = NDArray[np.integer]
 
@@ -35,9 +37,11 @@ class Span:
 class Runner:
     """Runs a model that was loaded with the paged attention; holds no state of any sequence."""
 
-    def __init__(self, model: PreTrainedModel, memory: KVMemory) -> None:
+    def __init__(self, model: PreTrainedModel, memory: KVMemory, varlen: Varlen | None = None) -> None:
+        """``varlen`` is None for what suits the memory: on CUDA one call a layer where it can be."""
         self._model = model
         self._memory = memory
+        self._varlen = varlen or varlen_on(memory)
         self._flops = FlopsModel.of(model, memory.spec)
 
     @torch.inference_mode()
@@ -52,20 +56,17 @@ class Runner:
             require_fitting(memory.spec, span.tokens, span.start + len(span.tokens))
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
-        packed = []
-        written = []
-        for span, length, end in zip(spans, lengths, ends.tolist(), strict=True):
-            rows = memory.rows(span.table, span.start + length)
-            written.append(rows[span.start :])
-            packed.append(PackedSpan(end - length, end, rows if span.start else None))
-        step = PagedStep(memory, torch.cat(written), packed)
+        packed = [
+            PackedSpan(end - length, end, span.start, span.table)
+            for span, length, end in zip(spans, lengths, ends.tolist(), strict=True)
+        ]
         positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens)) for s in spans])
         output = self._model(
             input_ids=self._batch(np.concatenate([span.tokens for span in spans])),
             position_ids=self._batch(positions),
             use_cache=False,
-            logits_to_keep=torch.from_numpy(ends - 1).to(memory.device),
-            paged=step,
+            logits_to_keep=memory.upload(ends - 1),
+            paged=PagedStep(memory, packed, self._varlen),
         )
         logits: torch.Tensor = output.logits[0].float()
         return logits
@@ -75,7 +76,7 @@ class Runner:
         return self._flops.step((span.start, len(span.tokens)) for span in spans)
 
     def _batch(self, values: TokenArray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._memory.device).unsqueeze(0)
+        return self._memory.upload(values.astype(np.int64)).unsqueeze(0)
 
 
 def require_fitting(spec: ModelSpec, tokens: TokenArray, stop: int) -> None:

@@ -104,6 +104,7 @@ class _TensorCopies:
         self._memory = memory
         self._stream: torch.cuda.Stream | None = None
         self._begun = False
+        self._held: list[Payload] = []
         if memory.tensor.device.type == "cuda":
             self._stream = torch.cuda.Stream(memory.tensor.device)  # type: ignore[no-untyped-call]
 
@@ -111,14 +112,18 @@ class _TensorCopies:
         self._copy(torch.from_numpy(target), self._memory.tensor[offset : offset + len(target)])
 
     def copy_in(self, offset: int, source: Payload) -> None:
-        # torch takes no view of memory that it may not write to.
-        ours = source if source.flags.writeable else source.copy()
+        ours = source
+        if not source.flags.writeable:
+            # torch takes no view of memory that it may not write to. A copy lives until the transfer is over.
+            ours = source.copy()
+            self._held.append(ours)
         self._copy(self._memory.tensor[offset : offset + len(source)], torch.from_numpy(ours))
 
     def finish(self) -> None:
         if self._stream is not None and self._begun:
             self._begun = False
             self._stream.record_event().synchronize()
+        self._held.clear()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._stream is None:
@@ -127,6 +132,6 @@ class _TensorCopies:
         if not self._begun:
             self._begun = True
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             # Without waiting where the host's side is pinned (``pin``).
             target.copy_(source, non_blocking=True)

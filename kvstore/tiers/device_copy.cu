@@ -11,7 +11,17 @@
 #define STORE(address, value) (*(address) = (value))
 #endif
 
+#ifdef __CUDACC__
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL
+#endif
+
 typedef long long i64;
+
+// Loads of a thread that are under way together: a store between them might be to what the next one reads, as
+// far as the compiler knows, and each would wait for the one before.
+static const int AT_ONCE = 8;
 
 template <typename Word, bool to_slots>
 __device__ __forceinline__ void copy_part(const i64 *layers, i64 first_layer, i64 layer_count,
@@ -27,12 +37,16 @@ __device__ __forceinline__ void copy_part(const i64 *layers, i64 first_layer, i6
     const i64 stop = start + part_words < words ? start + part_words : words;
     Word *paged = reinterpret_cast<Word *>(LOAD(layer) + LOAD(block_ids + block) * LOAD(layer + 1));
     Word *slot = reinterpret_cast<Word *>(LOAD(slots + block) + LOAD(layer + 2));
-    for (i64 word = start + threadIdx.x; word < stop; word += blockDim.x) {
-        if (to_slots) {
-            STORE(slot + word, LOAD(paged + word));
-        } else {
-            STORE(paged + word, LOAD(slot + word));
-        }
+    const Word *from = to_slots ? paged : slot;
+    Word *to = to_slots ? slot : paged;
+    for (i64 word = start + threadIdx.x; word < stop; word += AT_ONCE * blockDim.x) {
+        Word held[AT_ONCE];
+        UNROLL
+        for (int i = 0; i < AT_ONCE; i++)
+            if (word + i * blockDim.x < stop) held[i] = LOAD(from + word + i * blockDim.x);
+        UNROLL
+        for (int i = 0; i < AT_ONCE; i++)
+            if (word + i * blockDim.x < stop) STORE(to + word + i * blockDim.x, held[i]);
     }
 }
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvstore.tiers.device_pin import upload
+
 Integers = NDArray[np.int64]
 
 THREADS = 256
@@ -105,13 +107,13 @@ def launch_of(table: LayerTable, first: int, stop: int, blocks: int) -> list[tup
 
 def gather_with_torch(paged: PagedBlocks, block_ids: Integers, slots: torch.Tensor) -> None:
     """Copy blocks into ``slots``, (blocks, payload bytes) uint8 on the cache's device."""
-    ids = torch.from_numpy(block_ids).to(paged.device)
+    ids = upload(block_ids, paged.device)
     for rows, (start, stop) in zip(paged.rows, paged.spans, strict=True):
         slots[:, start:stop] = rows.index_select(0, ids)
 
 
 def scatter_with_torch(paged: PagedBlocks, block_ids: Integers, slots: torch.Tensor) -> None:
     """Copy ``slots``, as for ``gather_with_torch``, into blocks; ids that repeat have no defined winner."""
-    ids = torch.from_numpy(block_ids).to(paged.device)
+    ids = upload(block_ids, paged.device)
     for rows, (start, stop) in zip(paged.rows, paged.spans, strict=True):
         rows.index_copy_(0, ids, slots[:, start:stop])

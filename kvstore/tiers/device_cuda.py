@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 
 import cupy
@@ -11,6 +13,7 @@ from cupy.cuda import runtime
 from cupy.cuda.compiler import CompileException
 
 from kvstore.tiers.device_copy import THREADS, Integers, PagedBlocks, launch_of, layer_table
+from kvstore.tiers.device_pin import upload
 from kvstore.tiers.device_transfer import Fence, MoverError, Rows
 
 SOURCE = "device_copy.cu"
@@ -32,23 +35,23 @@ class CudaMover:
         """
         self._device = paged.device
         self._table = layer_table(paged, SLOT_ALIGN_BYTES)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         try:
-            with cupy.cuda.Device(self._device.index):
+            with self._on_stream():
                 module = cupy.RawModule(code=kernel_source(), options=("--std=c++17",))
                 self._gather = module.get_function(f"gather_{self._table.word}")
                 self._scatter = module.get_function(f"scatter_{self._table.word}")
-        except (RuntimeError, OSError, ImportError, CompileException) as error:
+        except (RuntimeError, OSError, ImportError, TypeError, CompileException) as error:
             raise MoverError(
                 f"CuPy does not work here ({error}); install the one for this driver, or none"
             ) from error
         pitch = -(-paged.payload_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         blocks = max(1, staging_bytes // pitch)
-        self._staging = torch.empty(blocks * pitch, dtype=torch.uint8, device=self._device)
+        # torch hands memory out, and out again, in the order of the stream on which it was asked for.
+        with self._on_stream():
+            self._staging = torch.empty(blocks * pitch, dtype=torch.uint8, device=self._device)
+            self._layers = upload(self._table.entries, self._device)
         self.staging: Integers = self._staging.data_ptr() + np.arange(blocks, dtype=np.int64) * pitch
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        # The staging area may have been another tensor's, which the present stream still reads.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._layers = self._upload(self._table.entries)
 
     def gather(self, layers: tuple[int, int], block_ids: Integers, slots: Integers) -> None:
         self._launch(self._gather, layers, block_ids, slots)
@@ -56,19 +59,20 @@ class CudaMover:
     def scatter(self, layers: tuple[int, int], block_ids: Integers, slots: Integers) -> None:
         self._launch(self._scatter, layers, block_ids, slots)
 
-    def copy_rows(self, rows: Rows) -> None:
+    def copy_rows(self, copies: Iterable[Rows]) -> None:
         # Between host memory that is not pinned and the device this works as well, and waits.
-        with cupy.cuda.Device(self._device.index):
-            runtime.memcpy2DAsync(
-                rows.target,
-                rows.target_pitch,
-                rows.source,
-                rows.source_pitch,
-                rows.width,
-                rows.height,
-                runtime.memcpyDefault,
-                self._stream.cuda_stream,
-            )
+        with self._on_stream():
+            for rows in copies:
+                runtime.memcpy2DAsync(
+                    rows.target,
+                    rows.target_pitch,
+                    rows.source,
+                    rows.source_pitch,
+                    rows.width,
+                    rows.height,
+                    runtime.memcpyDefault,
+                    self._stream.cuda_stream,
+                )
 
     def follow(self, fence: Fence) -> None:
         if fence is not None:
@@ -84,9 +88,11 @@ class CudaMover:
         self, kernel: cupy.RawKernel, layers: tuple[int, int], block_ids: Integers, slots: Integers
     ) -> None:
         first, stop = layers
-        ids, places = self._upload(block_ids), self._upload(slots)
-        with cupy.cuda.Device(self._device.index), cupy.cuda.ExternalStream(self._stream.cuda_stream):
-            for launch, start, _ in launch_of(self._table, first, stop, len(block_ids)):
+        count = len(block_ids)
+        with self._on_stream():
+            uploaded = upload(np.concatenate([block_ids, slots]), self._device)
+            ids, places = uploaded[:count], uploaded[count:]
+            for launch, start, _ in launch_of(self._table, first, stop, count):
                 arguments = (
                     np.intp(self._layers.data_ptr()),
                     np.int64(first),
@@ -98,7 +104,17 @@ class CudaMover:
                 )
                 kernel((launch.grid,), (THREADS,), arguments)
 
-    def _upload(self, values: Integers) -> torch.Tensor:
-        # Made on our stream, so that the memory is not handed out again before the kernels are through.
-        with torch.cuda.stream(self._stream):
-            return torch.from_numpy(values).to(self._device)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Our device and our stream, for torch and for CuPy.
+
+        torch's own guard is the outermost: it alone goes back to a thread's device without opening a context
+        there, which takes memory of a GPU that the thread may never have used.
+        """
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+            cupy.cuda.Device(self._device.index),
+            cupy.cuda.Stream.from_external(self._stream),
+        ):
+            yield

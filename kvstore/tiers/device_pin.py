@@ -1,4 +1,4 @@
-"""Host memory that a GPU's own DMA can reach."""
+"""Host memory that a GPU's own DMA can reach: a pool, pinned where it is, and small tables on their way."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ _PORTABLE = 1
 """Flag of cudaHostRegister: pinned for every context."""
 
 _log = logging.getLogger(__name__)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The values on a device, as of what its current stream is given next; the host waits for nothing.
+
+    Where the device is the CPU, the result may share their memory.
+    """
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    # A copy from ordinary memory would wait for all that the stream does before. What torch pins, it gives
+    # to nobody else until the stream is past the copy.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pinned_pool(memory: NDArray[np.uint8], device: torch.device) -> AbstractContextManager[bool]:
@@ -47,7 +60,10 @@ def _pinned(address: int, size: int, device: torch.device) -> Iterator[bool]:
         yield True
     finally:
         with torch.cuda.device(device):
-            runtime.cudaHostUnregister(address)
+            status = runtime.cudaHostUnregister(address)
+        if int(status) != 0:
+            _log.warning("the pool's memory stays pinned (%s)", runtime.cudaGetErrorString(status))
+            _forget_the_error(device)
 
 
 def _forget_the_error(device: torch.device) -> None:

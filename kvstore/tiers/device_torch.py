@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,14 +20,15 @@ class TorchMover:
         """Takes ``staging_bytes`` on the cache's device, and room for one block at least."""
         self._paged = paged
         self._device = paged.device
-        blocks = max(1, staging_bytes // paged.payload_bytes)
-        self._slots = torch.empty(blocks, paged.payload_bytes, dtype=torch.uint8, device=self._device)
-        self._base = self._slots.data_ptr()
-        self.staging: Integers = self._base + np.arange(blocks, dtype=np.int64) * paged.payload_bytes
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        blocks = max(1, staging_bytes // paged.payload_bytes)
+        # torch hands memory out, and out again, in the order of the stream on which it was asked for.
+        with self._on_stream():
+            self._slots = torch.empty(blocks, paged.payload_bytes, dtype=torch.uint8, device=self._device)
+        self._base = self._slots.data_ptr()
+        self.staging: Integers = self._base + np.arange(blocks, dtype=np.int64) * paged.payload_bytes
 
     def gather(self, layers: tuple[int, int], block_ids: Integers, slots: Integers) -> None:
         part, staged = self._part(layers, slots)
@@ -39,11 +40,15 @@ class TorchMover:
         with self._on_stream():
             scatter_with_torch(part, block_ids, staged)
 
-    def copy_rows(self, rows: Rows) -> None:
-        target = self._view(rows.target, rows.target_pitch, rows)
-        source = self._view(rows.source, rows.source_pitch, rows)
+    def copy_rows(self, copies: Iterable[Rows]) -> None:
         with self._on_stream():
-            target.copy_(source, non_blocking=True)
+            for rows in copies:
+                target = self._view(rows.target, rows.target_pitch, rows)
+                source = self._view(rows.source, rows.source_pitch, rows)
+                # Of rows that lie apart torch makes one run first, in ordinary memory, which no DMA reaches.
+                is_one_run = target.is_contiguous() and source.is_contiguous()
+                for to, of in [(target, source)] if is_one_run else zip(target, source, strict=True):
+                    to.copy_(of, non_blocking=True)
 
     def follow(self, fence: Fence) -> None:
         if self._stream is not None and fence is not None:
@@ -72,5 +77,11 @@ class TorchMover:
         memory = (ctypes.c_uint8 * extent).from_address(address)
         return torch.frombuffer(memory, dtype=torch.uint8).as_strided(shape, strides)
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Our stream and its device: the guard of the device goes back without opening a context there."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield

@@ -8,7 +8,7 @@ fence after each, so that a model may compute its first layers while the others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -49,7 +49,7 @@ class Mover(Protocol):
     def scatter(self, layers: tuple[int, int], block_ids: Integers, slots: Integers) -> None:
         """Copy layers [first, stop) of blocks from slots on the device to the paged cache."""
 
-    def copy_rows(self, rows: Rows) -> None:
+    def copy_rows(self, copies: Iterable[Rows]) -> None:
         """Copy between device and host memory."""
 
     def follow(self, fence: Fence) -> None:
@@ -82,8 +82,7 @@ class Transfers:
             start, stop = self._span(layers)
             for part in self._pieces(len(block_ids)):
                 staged = self._staged(part)
-                for rows in rows_between(staged + start, host_slots[part] + start, stop - start):
-                    self._mover.copy_rows(rows)
+                self._mover.copy_rows(rows_between(staged + start, host_slots[part] + start, stop - start))
                 self._mover.scatter(layers, block_ids[part], staged)
             fences.append((layers[1], self._mover.fence()))
         return fences
@@ -96,8 +95,7 @@ class Transfers:
         for part in self._pieces(len(block_ids)):
             staged = self._staged(part)
             self._mover.gather(layers, block_ids[part], staged)
-            for rows in rows_between(host_slots[part], staged, size):
-                self._mover.copy_rows(rows)
+            self._mover.copy_rows(rows_between(host_slots[part], staged, size))
         return self._mover.fence()
 
     def wait(self, fence: Fence) -> None:
@@ -116,18 +114,21 @@ class Transfers:
 
 
 def rows_between(targets: Integers, sources: Integers, width: int) -> Iterator[Rows]:
-    """The fewest copies of ``width`` bytes from each source to its target: evenly spaced ones are one."""
-    at = 0
-    while at < len(targets):
-        stop = at + 1
-        step = (0, 0)
-        if stop < len(targets):
-            step = int(targets[stop] - targets[at]), int(sources[stop] - sources[at])
-            if width <= min(step) and max(step) <= _PITCH_MAX:
-                even = (np.diff(targets[at:]) == step[0]) & (np.diff(sources[at:]) == step[1])
-                stop = at + 1 + int(even.argmin() if not even.all() else len(even))
-            else:
-                step = (0, 0)  # a pitch cannot be shorter than a row, nor that long
-        pitch = (max(step[0], width), max(step[1], width))
-        yield Rows(int(targets[at]), pitch[0], int(sources[at]), pitch[1], width, stop - at)
-        at = stop
+    """The fewest copies of ``width`` bytes from each source to its target: evenly spaced ones are one.
+
+    A pitch cannot be shorter than a row, nor longer than CUDA takes.
+    """
+    steps = np.stack([np.diff(targets), np.diff(sources)])
+    fit: list[bool] = np.all((steps >= width) & (steps <= _PITCH_MAX), axis=0).tolist()
+    changes = np.flatnonzero(np.diff(steps, axis=1).any(axis=0)) + 1
+    ends, last = [*changes.tolist(), steps.shape[1]], steps.shape[1]
+    places, origins, (to_steps, from_steps) = targets.tolist(), sources.tolist(), steps.tolist()
+    at, spacing = 0, 0
+    while at < len(places):
+        end, pitch = at, (width, width)
+        if at < last and fit[at]:
+            while ends[spacing] <= at:
+                spacing += 1
+            end, pitch = ends[spacing], (to_steps[at], from_steps[at])
+        yield Rows(places[at], pitch[0], origins[at], pitch[1], width, end - at + 1)
+        at = end + 1

@@ -105,6 +105,25 @@ def test_a_load_waits_for_the_engines_fence(pool: NDArray[np.uint8]) -> None:
     assert (pool[start : start + 2**20] == 123).all()
 
 
+@pytest.mark.parametrize("mover", MOVERS)
+def test_asking_waits_for_nothing(pool: NDArray[np.uint8], mover: str) -> None:
+    """Neither for the engine's kernels, which a transfer follows, nor for the transfer itself."""
+    paged = cache(WIDTHS["even"], together=False, seed=1)
+    slots, ids = places(pool, 12, paged.payload_bytes), np.arange(12, dtype=np.int64)
+    transfers = Transfers(paged, MOVERS[mover](paged, staging_bytes=paged.payload_bytes * 4))
+    untyped: Any = torch.cuda
+    # The first time pinned memory for the tables has to be made, which may wait.
+    for _ in range(2):
+        untyped._sleep(400_000_000)  # noqa: SLF001 - the one kernel whose length can be chosen
+        busy = torch.cuda.current_stream().record_event()
+        saved = transfers.save(ids, slots, after=busy)
+        loaded = transfers.load(slots, ids, groups=3, after=saved)[-1][1]
+        was_busy = not busy.query()
+        transfers.wait(loaded)
+        assert busy.query(), "a transfer was over before what it follows"
+    assert was_busy
+
+
 def test_memory_that_cannot_be_pinned_harms_no_kernel(pool: NDArray[np.uint8]) -> None:
     """The driver pins nothing twice; its refusal is not the error of whatever runs next."""
     with pinned_pool(pool, DEVICE) as is_pinned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from prefill.attention import PackedSpan, PagedStep
 from prefill.errors import PromptError
 from prefill.model import load_model
 from prefill.paged import SLOT_ALIGN_BYTES, BlockTable, KVMemory
 from prefill.runner import Runner, Span
+from prefill.spans import PackedSpan, SpanBySpan
 from prefill.spec import ModelSpec
+from prefill.varlen import Varlen, Way
 from tests.support.models import (
     ARCHITECTURES,
     MAX_POSITIONS,
@@ -25,6 +27,8 @@ from tests.support.models import (
     save_tiny_model,
     tiny_config,
 )
+from tests.support.varlen import plain_varlen
+from tests.support.workers import one_thread
 
 GREEDY_TOKENS = 16
 LOGIT_TOLERANCE = 1e-4
@@ -67,16 +71,24 @@ class Subject:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     folder = save_tiny_model(tiny_config(request.param), tmp_path_factory.mktemp(request.param) / "model")
     loaded = load_model(str(folder), dtype=torch.float32, device="cpu", cache_dir=folder)
-    return Subject(folder, loaded.model, plain_model(folder), loaded.spec)
+    with one_thread():
+        yield Subject(folder, loaded.model, plain_model(folder), loaded.spec)
 
 
 class Paged:
     """A runner over a memory whose free slots are shuffled, unevenly spaced, and full of NaN."""
 
-    def __init__(self, model: PreTrainedModel, spec: ModelSpec, block_size: int, blocks: int = 40) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        block_size: int,
+        blocks: int = 40,
+        varlen: Varlen | None = None,
+    ) -> None:
         random = np.random.default_rng(blocks)
         slot = -(-spec.block_bytes(block_size) // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
         gaps = random.integers(0, 5, blocks) * SLOT_ALIGN_BYTES
@@ -84,7 +96,7 @@ class Paged:
         self.memory_bytes = torch.full((int(offsets[-1]) + slot + 1,), 0xFF, dtype=torch.uint8)
         self.free = random.permutation(offsets).tolist()
         self.memory = KVMemory(self.memory_bytes, spec, block_size)
-        self.runner = Runner(model, self.memory)
+        self.runner = Runner(model, self.memory, varlen)
 
     def table(self, tokens: int) -> BlockTable:
         return BlockTable([self.free.pop() for _ in range(-(-tokens // self.memory.block_size))])
@@ -125,9 +137,11 @@ def test_any_cached_prefix_gives_the_plain_logits_and_tokens(
         assert tokens[length:].tolist() == expected_tokens, cut
 
 
-def test_a_mixed_batch_equals_separate_runs(subject: Subject) -> None:
+@pytest.mark.parametrize("way", Way)
+def test_a_mixed_batch_equals_separate_runs(subject: Subject, way: Way) -> None:
     """A fresh prompt, a chunk in the middle of a prompt, two decodes: one packed batch."""
-    paged = Paged(subject.model, subject.spec, block_size=16)
+    varlen = None if way is Way.SPANS else Varlen(plain_varlen, way)
+    paged = Paged(subject.model, subject.spec, block_size=16, varlen=varlen)
     parts = [(0, 40), (33, 53), (50, 51), (17, 18)]
     prompts = [random_tokens(stop, seed) for seed, (_, stop) in enumerate(parts)]
     tables = [paged.table(stop) for _, stop in parts]
@@ -143,9 +157,11 @@ def test_a_mixed_batch_equals_separate_runs(subject: Subject) -> None:
     torch.testing.assert_close(logits, expected, atol=LOGIT_TOLERANCE, rtol=0)
 
 
-def test_a_span_may_build_on_another_one_of_the_same_step(subject: Subject) -> None:
+@pytest.mark.parametrize("way", Way)
+def test_a_span_may_build_on_another_one_of_the_same_step(subject: Subject, way: Way) -> None:
     """Two prompts share 20 tokens that nobody has computed; the second reads what the first writes."""
-    paged = Paged(subject.model, subject.spec, block_size=10)
+    varlen = None if way is Way.SPANS else Varlen(plain_varlen, way)
+    paged = Paged(subject.model, subject.spec, block_size=10, varlen=varlen)
     first = random_tokens(31)
     second = np.concatenate([first[:20], random_tokens(9, seed=1)])
     table = paged.table(len(first))
@@ -238,10 +254,11 @@ def test_tokens_that_do_not_fit_the_model_are_refused(
 @pytest.mark.parametrize("keys", [5, 700, 20_000])
 def test_mask_windows_are_lower_right_triangles(subject: Subject, keys: int) -> None:
     memory = Paged(subject.model, subject.spec, block_size=16, blocks=1).memory
-    rows = torch.zeros(keys, dtype=torch.int64)
-    step = PagedStep(memory, rows, [PackedSpan(0, min(600, keys), rows)])
+    chunk = min(600, keys - 1)
+    span = PackedSpan(0, chunk, keys - chunk, BlockTable([0] * -(-keys // 16)))
+    step = SpanBySpan(memory, [span], [memory.rows(span.table, keys)])
     assert step.tile * keys <= 1 << 23
-    for queries in {1, min(step.tile, keys) // 2, min(step.tile, keys)}:
+    for queries in {1, min(step.tile, chunk) // 2, min(step.tile, chunk)}:
         allowed = torch.ones(queries, keys).tril(keys - queries).bool()
         expected = torch.zeros(queries, keys).masked_fill(~allowed, float("-inf"))
         assert torch.equal(step.mask(queries, keys), expected)
