@@ -74,12 +74,19 @@ def listeners(name: str, opened: ExitStack) -> tuple[Listener, ...]:
     metrics = Metrics(CollectorRegistry(), lambda _: "model")
     if name == "counters":
         return (metrics,)
-    what_if = WhatIf(LRU, EXTENTS * EXTENT_BYTES, lambda _: 2 * PAYLOAD_BYTES)
+    pool_bytes, block_bytes = EXTENTS * EXTENT_BYTES, 2 * PAYLOAD_BYTES
+    what_if = WhatIf(LRU, pool_bytes, lambda _: block_bytes)
     if name == "what_if":
         opened.callback(what_if.close)
         return metrics, what_if
     folder = opened.enter_context(tempfile.TemporaryDirectory())
-    recorder = Recorder(Path(folder) / "trace.jsonl", 1 << 30, clock=time.monotonic, wall_clock=time.time)
+    recorder = Recorder(
+        Path(folder) / "trace.jsonl",
+        1 << 30,
+        lambda _: block_bytes,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )
     opened.callback(what_if.close)
     opened.callback(recorder.close)
     return metrics, EventLog(), what_if, recorder

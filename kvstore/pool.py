@@ -291,6 +291,10 @@ class BlockPool:
             self._removals.inner(loose, cause)
         return len(loose)
 
+    def expire(self, slots: SlotArray) -> None:
+        """Free blocks whose time to live is over (``Expiry.due``)."""
+        self._removals.expired(slots)
+
     def rows_of(self, slots: SlotArray) -> BlockRows:
         """Identities of READY slots of one space."""
         return self._spaces.rows_of(slots)

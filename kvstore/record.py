@@ -5,7 +5,8 @@ that of the first request. Then one object a settled request that asked for a wh
 which they were settled:
 
     {"time": seconds since the recording began, "namespace": 8 hex digits, "prompt_tokens": n,
-     "block_size": tokens, "hashes": [one 64-bit number a whole block], "hit_blocks": h,
+     "block_size": tokens, "block_bytes": what a block took of the pool, on all ranks,
+     "hashes": [one 64-bit number a whole block], "hit_blocks": h,
      "ended": bool, "priority": int, "idle_seconds": seconds or null}
 
 Numbers and namespaces are keyed BLAKE2 of the real names, with a key that is drawn for this recording and
@@ -25,6 +26,7 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 from io import BufferedWriter
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.block import HASH_BYTES, MissCause
 from kvstore.errors import ConfigError
@@ -40,16 +42,30 @@ _MODE = 0o600
 _log = logging.getLogger(__name__)
 
 
+class _Asked(NamedTuple):
+    """One request; ``block_bytes`` is what each of its blocks takes of the pool."""
+
+    event: RequestSettled
+    block_bytes: int
+
+
 class Recorder:
     """A listener that writes settled requests to a file, on a thread of its own."""
 
     def __init__(
-        self, path: Path, max_bytes: int, *, clock: Callable[[], float], wall_clock: Callable[[], float]
+        self,
+        path: Path,
+        max_bytes: int,
+        block_bytes: Callable[[bytes], int],
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
     ) -> None:
         """Creates the file, or where it exists the next of ``name.1.jsonl``, …; ConfigError if it cannot.
 
         It is packed where the name ends in ``.gz``. At ``max_bytes`` the recording is over, and where the
-        disk takes no more. One without a request is removed at its end.
+        disk takes no more. One without a request is removed at its end. ``block_bytes`` says, on the
+        owner's thread, what a block of a namespace takes of the pool, all ranks together.
         """
         self.path, raw = _create(path)
         self._raw = raw
@@ -57,16 +73,17 @@ class Recorder:
         if path.suffix == ".gz":
             self._file = gzip.GzipFile(fileobj=raw, mode="wb")
         self._max_bytes = max_bytes
+        self._block_bytes = block_bytes
         self._began = self._flushed = clock()
         self._clock = clock
         self._created = datetime.fromtimestamp(wall_clock(), UTC).isoformat(timespec="seconds")
         self._key = secrets.token_bytes(16)
         self._headed = self._full = False
-        self._sideline: Sideline[RequestSettled] = Sideline("kvstore-record", self._write, idle=self._flush)
+        self._sideline: Sideline[_Asked] = Sideline("kvstore-record", self._write, idle=self._flush)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestSettled) and not self._full:
-            self._sideline.put(event, event.nbytes)
+            self._sideline.put(_Asked(event, self._block_bytes(event.namespace)), event.nbytes)
 
     @property
     def dropped(self) -> int:
@@ -86,11 +103,11 @@ class Recorder:
             if not self._headed:
                 self.path.unlink(missing_ok=True)
 
-    def _write(self, event: RequestSettled) -> None:
+    def _write(self, asked: _Asked) -> None:
         if self._full:
             return
         try:
-            self._append(event)
+            self._append(asked.event, asked.block_bytes)
         except OSError as error:
             self._give_up(error)
 
@@ -104,7 +121,7 @@ class Recorder:
             )
         self._full = True
 
-    def _append(self, event: RequestSettled) -> None:
+    def _append(self, event: RequestSettled, block_bytes: int) -> None:
         blocks = len(event.hashes) // HASH_BYTES
         whole = event.asked_tokens - event.miss_tokens.get(MissCause.TAIL, 0)
         counted = blocks - event.first_block
@@ -120,6 +137,7 @@ class Recorder:
             "namespace": blake2b(event.namespace, digest_size=4, key=self._key).hexdigest(),
             "prompt_tokens": event.asked_tokens + event.first_block * block_size,
             "block_size": block_size,
+            "block_bytes": block_bytes or None,
             "hashes": self._salted(event.hashes),
             "hit_blocks": event.first_block + event.hit_blocks,
             "ended": event.hints.ended,

@@ -49,6 +49,12 @@ class Removals:
             await_parent(space, self._spaces.rows_of(part), part)
             self._shares.evictor(space).orphan(part)
 
+    def expired(self, slots: SlotArray) -> None:
+        """Remove blocks from which nothing hangs but each other, without their policy having chosen them."""
+        for space, part in self._spaces.split(slots):
+            self._shares.evictor(space).forget(part)
+        self.leaves(slots, RemovalCause.EXPIRED)
+
     def leaves(self, slots: SlotArray, cause: RemovalCause, *, keep_bytes: bool = False) -> None:
         """Remove blocks from which nothing hangs but each other, and which their policy has given up.
 

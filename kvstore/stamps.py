@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.block import SlotArray
 from kvstore.extents import ExtentMap
+from kvstore.table import SlotState
 
 
 class History(NamedTuple):
@@ -57,3 +59,21 @@ def history(extents: ExtentMap, slots: SlotArray) -> History:
         found.used_at[positions] = extent.table.used_at[rows]
         found.reads[positions] = extent.table.reads[rows]
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableAges:
+    """When READY blocks were last used, by slot (``kvstore/evict/expiry.py``)."""
+
+    extents: ExtentMap
+
+    @property
+    def slots(self) -> int:
+        return self.extents.slots
+
+    def idle(self, start: int, stop: int, since: float) -> SlotArray:
+        ready = np.flatnonzero(self.extents.state[start:stop] == SlotState.READY) + start
+        used_at = np.zeros(len(ready))
+        for extent, positions, rows in self.extents.groups(ready):
+            used_at[positions] = extent.table.used_at[rows]
+        return ready[used_at <= since]

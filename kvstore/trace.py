@@ -34,7 +34,8 @@ class Request:
     """One request of a trace.
 
     ``chain`` names its blocks, a partly filled last one included; ``tokens`` is the length of the
-    prompt. ``time`` is in seconds since the trace began.
+    prompt. ``time`` is in seconds since the trace began. ``block_bytes`` is what a block took of the
+    pool of the server that recorded it; None where the trace does not say.
     """
 
     time: float
@@ -42,6 +43,7 @@ class Request:
     tokens: int
     block_tokens: int
     hints: Hints = NO_HINTS
+    block_bytes: int | None = None
 
 
 class _Line(BaseModel):
@@ -50,7 +52,8 @@ class _Line(BaseModel):
     model_config = ConfigDict(strict=True)
     expected: ClassVar[str] = (
         'a Mooncake trace, with {"timestamp": milliseconds, "input_length": tokens, "hash_ids": [one integer '
-        'a block]}, or one with {"timestamp": milliseconds, "token_ids": [the prompt]}; correct the line'
+        'a block]}, one with {"timestamp": milliseconds, "token_ids": [the prompt]}, or a recording of a '
+        'server, which begins with {"recording": 1}; correct the line'
     )
 
 
@@ -82,6 +85,7 @@ class _RecordedLine(_Line):
     prompt_tokens: int = Field(ge=1)
     block_size: int = Field(ge=1)
     hashes: list[int]
+    block_bytes: int | None = Field(default=None, ge=1)
     ended: bool = False
     priority: int = Field(default=0, ge=-PRIORITY_MOST, le=PRIORITY_MOST)
     idle_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -184,9 +188,8 @@ class _Reader:
             )
         chain = self._chain([(fields.namespace, name) for name in fields.hashes])
         hints = Hints(fields.ended, fields.priority, fields.idle_seconds)
-        return Request(
-            fields.time, chain, fields.prompt_tokens, size, NO_HINTS if hints == NO_HINTS else hints
-        )
+        hints = NO_HINTS if hints == NO_HINTS else hints  # one object for all that say nothing
+        return Request(fields.time, chain, fields.prompt_tokens, size, hints, fields.block_bytes)
 
     def _chain(self, names: Sequence[int | tuple[str, int]]) -> Chain:
         # Ids may be of any size; tokens are 32 bits wide.

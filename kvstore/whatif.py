@@ -11,28 +11,27 @@ by all its hits at once (SHARDS corrects its histogram likewise).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, MissCause, SlotArray
 from kvstore.events import Event, RequestSettled
-from kvstore.evict.base import Evictor, Occupancy, Touch
-from kvstore.hints import Hints
-from kvstore.index import distinct_head, split_hashes
+from kvstore.ghost import Ghost, MakeEvictor, Names, TakenOver
+from kvstore.index import NO_PARENT, Space
+from kvstore.pool import BlockPool
 from kvstore.sideline import PAUSE_SECONDS, Sideline
+from kvstore.stamps import history
 from kvstore.table import hash_words
 
 SCALES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SAMPLE_BLOCKS_MAX = 1 << 14
 """What the largest ghost may hold; the rate follows from it."""
 
-_NO_PARENT = -1
 _MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
-
-MakeEvictor = Callable[[Occupancy], Evictor]
 
 
 class Estimate(NamedTuple):
@@ -72,21 +71,23 @@ class WhatIf:
         pool_bytes: int,
         block_bytes: Callable[[bytes], int],
         *,
+        idle_ttl_seconds: float | None = None,
         seed: int = 0,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
         """``block_bytes`` says what a block of a namespace takes of the pool, all ranks together.
 
-        ``seed`` chooses the sample; ``pause_seconds`` is between two requests (``Sideline``).
+        ``idle_ttl_seconds`` is the time to live of the pool's blocks. ``seed`` chooses the sample;
+        ``pause_seconds`` is between two requests (``Sideline``).
         """
         self._make_evictor = make_evictor
         self._pool_bytes = pool_bytes
         self._block_bytes = block_bytes
+        self._idle_ttl_seconds = idle_ttl_seconds
         self._seed = np.uint64(seed)
-        self._sizes: dict[bytes, int] = {}
         self._bits = -1
-        self._names = _Names()
-        self._ghosts: list[_Ghost] = []
+        self._names = Names()
+        self._ghosts: list[Ghost] = []
         self._asked = 0
         self._missed = [0] * len(SCALES)
         self._sideline = Sideline("kvstore-whatif", self._serve, pause_seconds=pause_seconds)
@@ -94,10 +95,28 @@ class WhatIf:
     def __call__(self, event: Event) -> None:
         if not isinstance(event, RequestSettled):
             return
-        size = self._sizes.get(event.namespace) or self._block_bytes(event.namespace)
-        if size:
-            self._sizes[event.namespace] = size
+        if size := self._block_bytes(event.namespace):
             self._sideline.put(_Asked(event, size), event.nbytes)
+
+    def take_over(self, pool: BlockPool) -> None:
+        """Begin with the blocks that a pool has already, before the first event.
+
+        A ghost keeps of them what it has room for. The larger ones begin with no more than the pool
+        itself, where an earlier pool of their size would have left more.
+        """
+        # One rank speaks for all.
+        spaces = {space.namespace: space for space in reversed(pool.spaces()) if space.ready}
+        sizes = {namespace: self._block_bytes(namespace) for namespace in spaces}
+        for size in sizes.values():
+            self._fit(size)
+        taken = TakenOver()
+        for namespace, space in spaces.items():
+            sample = _sample_of(pool, space, self._in_sample)
+            taken.add(self._names.of(sample.names, sizes[namespace]), sample.parents, sample.used_at)
+        for ghost in self._ghosts:
+            ghost.cover(len(self._names.sizes))
+            ghost.take_over(taken)
+        self._names.recycle(taken.ids)
 
     @property
     def dropped(self) -> int:
@@ -148,14 +167,20 @@ class WhatIf:
     def _ask_ghosts(
         self, event: RequestSettled, words: NDArray[np.uint64], block_bytes: int, own: int, tokens: int
     ) -> None:
-        ids = self._names.of(words, block_bytes)
-        for ghost in self._ghosts:
-            ghost.cover(len(self._names.sizes))
-        hashes = words[: len(ids)].tobytes()
-        try:
+        with self._numbered(words, block_bytes) as ids:
+            hashes = words[: len(ids)].tobytes()
             for place, ghost in enumerate(self._ghosts):
                 hits = ghost.serve(ids, hashes, event.time, event.hints)
                 self._missed[place] += (len(ids) - max(own, hits)) * tokens
+
+    @contextmanager
+    def _numbered(self, words: NDArray[np.uint64], block_bytes: int) -> Iterator[SlotArray]:
+        """Numbers for the blocks of a prompt, which every ghost knows what to do with."""
+        ids = self._names.of(words, block_bytes)
+        for ghost in self._ghosts:
+            ghost.cover(len(self._names.sizes))
+        try:
+            yield ids
         finally:
             self._names.recycle(ids)
 
@@ -172,142 +197,41 @@ class WhatIf:
         bits = max(0, (most - 1) // SAMPLE_BLOCKS_MAX).bit_length()
         if bits > self._bits:
             self._bits = bits
-            self._names = _Names()
+            self._names = Names()
             self._ghosts = [
-                _Ghost(self._make_evictor, int(self._pool_bytes * scale) >> bits, self._names)
+                Ghost(
+                    self._make_evictor,
+                    int(self._pool_bytes * scale) >> bits,
+                    self._names,
+                    self._idle_ttl_seconds,
+                )
                 for scale in SCALES
             ]
 
 
-class _Names:
-    """Numbers for the blocks that any ghost holds, which stand for slots; reused when none does."""
+class _Sample(NamedTuple):
+    """Blocks by name; ``parents`` are places among them, -1 where none of the blocks before one is here."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[bytes, int] = {}
-        self._names: list[bytes] = []
-        self._free: list[int] = []
-        self.left: list[SlotArray] = []
-        """What ghosts have evicted since the last ``recycle``."""
-        self.holders = np.zeros(0, dtype=np.int8)
-        self.sizes = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def of(self, words: NDArray[np.uint64], block_bytes: int) -> SlotArray:
-        """A number for each name before one that comes again, new ones where there is none yet."""
-        names = distinct_head(split_hashes(words.tobytes()))
-        ids = np.array([self._number(name) for name in names], dtype=np.int64)
-        if len(self._names) > len(self.sizes):
-            grown = max(64, 2 * len(self._names))
-            self.sizes = _grown(self.sizes, grown)
-            self.holders = _grown(self.holders, grown)
-        self.sizes[ids] = block_bytes
-        return ids
-
-    def recycle(self, ids: SlotArray) -> None:
-        """Forget those of these blocks, and of those that ghosts have evicted, that no ghost holds."""
-        seen = np.concatenate((ids, *self.left))
-        self.left.clear()
-        for number in seen[self.holders[seen] == 0].tolist():
-            name = self._names[number]
-            if self._numbers.get(name) == number:
-                del self._numbers[name]
-                self._free.append(number)
-
-    def _number(self, name: bytes) -> int:
-        known = self._numbers.get(name)
-        if known is None:
-            if self._free:
-                known = self._free.pop()
-                self._names[known] = name
-            else:
-                known = len(self._names)
-                self._names.append(name)
-            self._numbers[name] = known
-        return known
+    names: NDArray[np.uint64]
+    parents: NDArray[np.int64]
+    used_at: NDArray[np.float64]
 
 
-class _Ghost:
-    """A pool of one size without bytes: it does to a policy what a pool does (``kvstore/pool.py``)."""
-
-    def __init__(self, make_evictor: MakeEvictor, capacity_bytes: int, names: _Names) -> None:
-        self._names = names
-        self._free = capacity_bytes
-        self._resident = np.zeros(0, dtype=np.bool_)
-        none = np.zeros(0, dtype=np.int32)
-        self._occupancy = Occupancy(children=none, parent=none.copy(), pins=none.copy())
-        self._evictor = make_evictor(self._occupancy)
-
-    def cover(self, size: int) -> None:
-        """Know numbers below ``size``."""
-        known, occupancy = len(self._resident), self._occupancy
-        if size > known:
-            self._resident = _grown(self._resident, size)
-            occupancy.children = _grown(occupancy.children, size)
-            occupancy.pins = _grown(occupancy.pins, size)
-            occupancy.parent = _grown(occupancy.parent, size)
-            occupancy.parent[known:] = _NO_PARENT
-
-    def serve(self, ids: SlotArray, hashes: bytes, time: float, hints: Hints) -> int:
-        """Leading blocks of a request that are here; all of it is from then on, as far as it fits."""
-        resident = self._resident[ids]
-        # Names that a client makes up may lead to a block that hangs from another one: it is no hit, and
-        # nothing is kept behind it.
-        above = np.concatenate(([_NO_PARENT], ids[:-1]))
-        hits = _leading(resident & (self._occupancy.parent[ids] == above))
-        self._evictor.touch(Touch(hashes, ids[:hits], hits, time, hints))
-        if absent := _leading(~resident[hits:]):
-            parent = int(ids[hits - 1]) if hits else _NO_PARENT
-            self._bring(ids[hits : hits + absent], hashes[hits * HASH_BYTES :], parent, time)
-        return hits
-
-    def _bring(self, missing: SlotArray, hashes: bytes, parent: int, time: float) -> None:
-        occupancy, size = self._occupancy, int(self._names.sizes[missing[0]])
-        if self._free < len(missing) * size:
-            self._make_room(len(missing) * size, size, hashes, parent)
-        fresh = missing[: max(0, self._free // size)]
-        if not len(fresh):
-            return
-        self._free -= len(fresh) * size
-        self._resident[fresh] = True
-        self._names.holders[fresh] += 1
-        occupancy.parent[fresh[0]] = parent
-        occupancy.parent[fresh[1:]] = fresh[:-1]
-        occupancy.children[fresh[:-1]] = 1
-        if parent != _NO_PARENT:
-            occupancy.children[parent] += 1
-        self._evictor.add(fresh, hashes[: len(fresh) * HASH_BYTES], parent, time)
-
-    def _make_room(self, wanted: int, size: int, hashes: bytes, parent: int) -> None:
-        """Free ``wanted`` bytes, or as many as the policy gives for these blocks."""
-        occupancy, names = self._occupancy, self._names
-        if parent != _NO_PARENT:
-            occupancy.pins[parent] += 1
-        while self._free < wanted:
-            victims = self._evictor.victims(-(-(wanted - self._free) // size), hashes)
-            if not len(victims):
-                break
-            self._resident[victims] = False
-            names.holders[victims] -= 1
-            # A parent may lose several children at once.
-            parents = occupancy.parent[victims]
-            np.subtract.at(occupancy.children, parents[parents != _NO_PARENT], 1)
-            occupancy.parent[victims] = _NO_PARENT
-            self._free += int(names.sizes[victims].sum())
-            names.left.append(victims)
-        if parent != _NO_PARENT:
-            occupancy.pins[parent] -= 1
-
-
-def _leading(flags: NDArray[np.bool_]) -> int:
-    return len(flags) if flags.all() else int(flags.argmin())
-
-
-_Scalar = TypeVar("_Scalar", bound=np.generic)
-
-
-def _grown(column: NDArray[_Scalar], size: int) -> NDArray[_Scalar]:
-    longer = np.zeros(size, dtype=column.dtype)
-    longer[: len(column)] = column
-    return longer
+def _sample_of(
+    pool: BlockPool, space: Space, in_sample: Callable[[NDArray[np.uint64]], NDArray[np.bool_]]
+) -> _Sample:
+    """The READY blocks of a space that are in the sample, each behind the last one before it that is."""
+    slots = np.fromiter(space.ready.values(), dtype=np.int64, count=len(space.ready))
+    names, used_at = hash_words(b"".join(space.ready)), history(pool.extents, slots).used_at
+    parents = pool.occupancy.parent[slots]
+    places = np.full(max(slots.max(), parents.max()) + 2, NO_PARENT)
+    places[slots] = np.arange(len(slots))
+    above = places[parents]  # -1 reads the last entry, which is nobody's
+    sampled = in_sample(names[:, 1])
+    nearest = np.where(sampled, np.arange(len(slots)), above)
+    while (passed := (nearest != NO_PARENT) & ~sampled[nearest]).any():
+        nearest = np.where(passed, nearest[nearest], nearest)
+    chosen = np.flatnonzero(sampled)
+    before = np.where(above[chosen] == NO_PARENT, NO_PARENT, nearest[above[chosen]])
+    found = np.searchsorted(chosen, before)
+    return _Sample(names[chosen], np.where(before == NO_PARENT, NO_PARENT, found), used_at[chosen])

@@ -54,15 +54,20 @@ def _blocks_in(flag: str, text: str, workload: Workload, a_token: int | None) ->
             f"{flag} names {text!r}, expected a number of blocks above zero, such as 500, 30k or 1m, a size "
             f"such as 64GiB, or {UNLIMITED}; correct it"
         ) from error
-    if a_token is None:
+    # What a server recorded is used where no model is given.
+    takes = {
+        request.block_bytes if a_token is None else a_token * request.block_tokens
+        for request in workload.requests
+    }
+    known = sorted(size for size in takes if size is not None)
+    if len(known) < len(takes):
         raise ConfigError(
-            f"{flag} names the size {text!r}, expected to know what a token takes; give --model or "
-            "--bytes-per-token, or a number of blocks"
+            f"{flag} names the size {text!r}, expected to know what a block takes, which this trace does not "
+            "say; give --model or --bytes-per-token, or a number of blocks"
         )
-    sizes = sorted(set(workload.block_tokens.tolist()))
-    if len(sizes) > 1:
+    if len(known) > 1:
         raise ConfigError(
-            f"{flag} names the size {text!r}, but the trace has blocks of {', '.join(map(str, sizes))} "
-            "tokens; give a number of blocks"
+            f"{flag} names the size {text!r}, but the trace has blocks of {', '.join(map(str, known))} "
+            "bytes; give a number of blocks"
         )
-    return size // (a_token * int(sizes[0]))
+    return size // known[0]

@@ -16,7 +16,7 @@ from kvstore.commands.output import Answer, Grid, format_count
 from kvstore.commands.simulate_options import SimulateOptions
 from kvstore.errors import ConfigError
 from kvstore.evict.lru import LRU
-from kvstore.quantity import parse_bytes
+from kvstore.quantity import parse_bytes, parse_seconds
 from kvstore.simulate import (
     ORACLE,
     POLICIES,
@@ -40,6 +40,7 @@ from kvstore.trace import read_trace
 _ALL = "all"
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?)%")
 _STEP = 256
+_TELL_SECONDS = 5.0
 _BISECTION_REPLAYS = 16
 """Replays that a recommendation takes, about."""
 
@@ -82,9 +83,9 @@ class _Bench(NamedTuple):
 
         if not reaches(None):
             raise ConfigError(
-                f"--recommend is {share:.4g} of what one unlimited cache hits, which {self.plan.instances} "
-                f"instances with routing {self.plan.routing} do not reach at any capacity; lower it, or "
-                "choose another routing"
+                f"--recommend is {_percent(share)} of what one unlimited cache hits, which "
+                f"{self.plan.instances} instances with routing {self.plan.routing} do not reach at any "
+                "capacity; lower it, choose another routing, or raise --idle-ttl where it is given"
             )
         return self.row(policy, least_capacity(reaches, self.workload.distinct_blocks))
 
@@ -147,6 +148,10 @@ def _share(text: str) -> float:
     return share
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.6g}%"
+
+
 def _plan(options: SimulateOptions, workload: Workload, a_token: int | None) -> FleetPlan:
     try:
         routing = Routing(options.routing)
@@ -154,12 +159,20 @@ def _plan(options: SimulateOptions, workload: Workload, a_token: int | None) -> 
         raise ConfigError(
             f"--routing is {options.routing!r}, expected one of {', '.join(Routing)}; correct it"
         ) from error
+    plan = FleetPlan(options.instances, routing, idle_ttl_seconds=_idle_ttl(options.idle_ttl))
     if options.shared is None:
-        return FleetPlan(options.instances, routing)
+        return plan
     shared, *more = capacities("--shared", options.shared, workload, a_token)
     if more:
         raise ConfigError(f"--shared is {options.shared!r}, expected one capacity; keep one of them")
-    return FleetPlan(options.instances, routing, workload.distinct_blocks if shared is None else shared)
+    return plan._replace(shared_blocks=workload.distinct_blocks if shared is None else shared)
+
+
+def _idle_ttl(text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_seconds(text)
+    except ValueError as error:
+        raise ConfigError(f"--idle-ttl is {text!r}: {error}; correct it") from error
 
 
 def _rates(options: SimulateOptions, a_token: int | None) -> PrefillRates | None:
@@ -221,10 +234,12 @@ def _parts(name: str, bench: _Bench, rows: Sequence[Row], share: float | None) -
         notes.append(
             f"Below them a shared tier of {format_count(plan.shared_blocks)} blocks. Own: hit without it"
         )
+    if plan.idle_ttl_seconds is not None:
+        notes.append(f"A block leaves when nobody has used it for {plan.idle_ttl_seconds:g} seconds")
     if bench.rates is not None:
         notes.append("TTFT: seconds of prefill and loading, without waiting for other requests")
     if share is not None:
-        notes.append(f"Least capacity that hits {share:.4%} of the blocks that an unlimited cache hits")
+        notes.append(f"Least capacity that hits {_percent(share)} of the blocks that an unlimited cache hits")
     return [title, Grid(headings, [_cells(row, plan) for row in rows]), *notes]
 
 
@@ -237,17 +252,21 @@ def _cells(row: Row, plan: FleetPlan) -> list[str]:
 
 @contextmanager
 def _progress(messages: Console, total: int) -> Iterator[Watch]:
-    """A bar over all replays, on ``messages`` where that is a terminal."""
+    """A bar over all replays on ``messages``, or a line now and then where that is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    silent = not messages.is_terminal
-    with Progress(*columns, console=messages, transient=True, disable=silent) as progress:
+    told_at = messages.get_time()
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
         task = progress.add_task("replaying", total=total)
 
         def watch(workload: Workload) -> Iterator[int]:
+            nonlocal told_at
             requests = len(workload.requests)
             for start in range(0, requests, _STEP):
                 stop = min(requests, start + _STEP)
                 yield from range(start, stop)
                 progress.advance(task, stop - start)
+                if not messages.is_terminal and messages.get_time() - told_at >= _TELL_SECONDS:
+                    told_at = messages.get_time()
+                    messages.print(f"replaying: {progress.tasks[task].percentage:.0f}%")
 
         yield watch

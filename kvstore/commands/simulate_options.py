@@ -31,7 +31,7 @@ class SimulateOptions(FieldGroup):
         str,
         typer.Option(
             help="Comma-separated capacities of an instance: blocks, such as 500, 30k or unlimited; or "
-            "sizes, such as 64GiB, which need --model or --bytes-per-token"
+            "sizes, such as 64GiB, which need --model or --bytes-per-token, or a server's recording"
         ),
     ] = "1k,3k,10k,30k,100k,unlimited"
     recommend: Annotated[
@@ -39,6 +39,14 @@ class SimulateOptions(FieldGroup):
         typer.Option(
             metavar="PERCENT",
             help="Instead of --capacity: the least that hits this share of what an unlimited cache hits",
+        ),
+    ] = None
+    idle_ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="After which a block that nobody used leaves, such as 30m, as idle_ttl_seconds of a server; "
+            "default: none",
         ),
     ] = None
     block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block, where a trace has token_ids")] = (

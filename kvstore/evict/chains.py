@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.block import HASH_BYTES, SlotArray
+from kvstore.evict.columns import NOBODY
 
-NOBODY = 0
 NO_SLOTS: SlotArray = np.zeros(0, dtype=np.int64)
 _ANCHORS = 3
 """Last blocks by which a chain is known again when it is gone; the very last one is rarely full."""
@@ -19,33 +20,28 @@ ALL_OF_IT = 1 << 30
 class Chain:
     """Blocks [first, length) of a prompt.
 
-    ``time`` is when it was used, ``idle`` for how many seconds nobody was expected from then on, ``born``
-    when the first of those was used that it goes on from. ``fresh`` of its last blocks nobody had asked for
-    before, ALL_OF_IT where that is all of them. ``slots`` are those that are resident, from ``first`` on;
-    ``planned`` is how far it was let in. ``row`` is where it is watched, None when it is not. ``gate`` is the
-    slot of its last block while that has children of other chains, else None. ``whole`` says that it is worth
-    the same whatever its end lacks; ``lost`` that nothing of it can be reached. ``favour`` is the factor of
-    its priority.
+    ``time`` is when it was used, ``born`` when the first of those was used that it goes on from. ``fresh`` of
+    its last blocks nobody had asked for before, ALL_OF_IT where that is all of them. ``slots`` are those that
+    are resident, from ``first`` on; ``planned`` is how far it was let in. ``row`` is its row of columns.
+    ``gate`` is the slot of its last block while that has children of other chains, else None. ``whole`` says
+    that it is worth the same whatever its end lacks; ``lost`` that nothing of it can be reached.
     """
 
     number: int
     time: float
     length: int
     turn: int
-    kind: int
-    row: int | None
     born: float
+    slots: SlotArray
     fresh: int = ALL_OF_IT
-    idle: float = 0.0
     first: int = 0
     planned: int = 0
-    slots: SlotArray = field(default_factory=lambda: NO_SLOTS)
-    anchors: list[int] = field(default_factory=list)
+    row: int = -1
+    anchors: Sequence[int] = ()
     awaits: bytes | None = None
     gate: int | None = None
     whole: bool = False
     lost: bool = False
-    favour: float = 1.0
 
     @property
     def end(self) -> int:
@@ -87,27 +83,25 @@ class Chains:
 
     def close(self, chain: Chain) -> None:
         """Forget a chain."""
-        self.await_block(chain, None)
+        if chain.awaits is not None:
+            self.await_block(chain, None)
         self._unname(chain)
         del self.by_number[chain.number]
 
     def name(self, chain: Chain, keys: list[int], known: int) -> None:
-        """Know a chain by its last blocks, and by one that whoever goes on from it uses too.
+        """Know a new chain by its last blocks, and by one that whoever goes on from it uses too.
 
         ``keys`` are those of the prompt. Where its first ``known`` blocks were known before, that is where
         prompts part; else it is the middle, as to use less is not to go on from it.
         """
-        self._unname(chain)
         middle = known - 1 if known else len(keys) // 2
-        chain.anchors = [*keys[-_ANCHORS:], keys[middle]]
-        self._anchored.update(dict.fromkeys(chain.anchors, chain.number))
+        self._anchor(chain, (*keys[-_ANCHORS:], keys[middle]))
 
     def rename(self, chain: Chain, hashes: bytes) -> None:
         """A chain ends with these blocks now."""
         kept = chain.anchors[-1:]
         self._unname(chain)
-        chain.anchors = [*keys_of(hashes[-_ANCHORS * HASH_BYTES :]), *kept]
-        self._anchored.update(dict.fromkeys(chain.anchors, chain.number))
+        self._anchor(chain, (*keys_of(hashes[-_ANCHORS * HASH_BYTES :]), *kept))
 
     def deepest(self, keys: list[int]) -> tuple[int, Chain] | None:
         """The last of these blocks by which a chain is known, and that chain."""
@@ -135,6 +129,11 @@ class Chains:
         """Whoever asked last for a block that was not there."""
         return self.by_number.get(self._awaited.get(name, NOBODY))
 
+    def _anchor(self, chain: Chain, keys: tuple[int, ...]) -> None:
+        chain.anchors = keys
+        for key in keys:
+            self._anchored[key] = chain.number
+
     def _unname(self, chain: Chain) -> None:
         for anchor in chain.anchors:
             if self._anchored.get(anchor) == chain.number:
@@ -143,5 +142,4 @@ class Chains:
 
 def keys_of(hashes: bytes) -> list[int]:
     """Half of each hash: to take one chain for another costs a wrong guess, and next to never happens."""
-    keys: list[int] = np.frombuffer(hashes, dtype="<u8")[::2].tolist()
-    return keys
+    return memoryview(hashes).cast("Q")[::2].tolist()

@@ -36,12 +36,13 @@ class LRU:
             return
         for owner, start, stop in owned_runs(self._owner, slots):
             # What a request used of another's blocks are those that the other had first.
-            self._shorten(owner, self._records[owner][stop - start :].copy())
+            self._shorten(owner, self._records[owner][stop - start :])
         self._append(slots)
 
     def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
         del hashes, time
-        self._cover()
+        if len(self._owner) < len(self._occupancy.pins):
+            self._cover()
         owner = int(self._owner[parent]) if parent >= 0 else _NOBODY
         if owner == _NOBODY or self._records[owner][-1] != parent:
             self._append(slots)
@@ -68,18 +69,26 @@ class LRU:
     def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
         del wanted
         records = self._records
+        parts: list[SlotArray] = []
         for _ in range(len(records)):
-            number = next(iter(records))
-            record = records[number]
-            chosen = leading_leaves(self._occupancy, record[: -limit - 1 : -1])
-            if len(chosen) < min(limit, len(record)):
-                # What is pinned now is in use now. Setting it aside also keeps the next call short.
-                records.move_to_end(number)
-            if len(chosen):
-                self._owner[chosen] = _NOBODY
-                self._shorten(number, record[: -len(chosen)])
-                return chosen
-        return _NO_SLOTS
+            number, record = records.popitem(last=False)
+            leaves = leading_leaves(self._occupancy, record[: -limit - 1 : -1])
+            size = len(leaves)
+            if size < len(record):
+                records[number] = record[: len(record) - size]
+                # What blocks the rest may be a child that was chosen just now. Else it is pinned, in use now:
+                # setting it aside also keeps the next call short.
+                if size == limit or parts:
+                    records.move_to_end(number, last=False)
+                    limit = size  # and no more this time
+            if size:
+                parts.append(leaves)
+            limit -= size
+            if not limit:
+                break
+        chosen = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else _NO_SLOTS
+        self._owner[chosen] = _NOBODY
+        return chosen
 
     def _append(self, slots: SlotArray) -> None:
         self._owner[slots] = self._next
@@ -88,7 +97,8 @@ class LRU:
 
     def _shorten(self, owner: int, rest: SlotArray) -> None:
         if len(rest):
-            self._records[owner] = rest
+            # A copy, as what is left of a long prompt may be short.
+            self._records[owner] = rest.copy()
         else:
             del self._records[owner]
 
@@ -101,8 +111,6 @@ class LRU:
             self._shorten(owner, record[self._owner[record] == owner])
 
     def _cover(self) -> None:
-        size = len(self._occupancy.pins)
-        if size > len(self._owner):
-            grown = np.zeros(size, dtype=np.int64)
-            grown[: len(self._owner)] = self._owner
-            self._owner = grown
+        grown = np.zeros(len(self._occupancy.pins), dtype=np.int64)
+        grown[: len(self._owner)] = self._owner
+        self._owner = grown

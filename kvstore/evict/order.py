@@ -12,8 +12,9 @@ from kvstore.evict.base import Occupancy
 
 _Places = NDArray[np.int64]
 _NOBODY = -1
-_BRANCHLESS = np.minimum(np.arange(1024, dtype=np.int32), 1)
-"""Children of the blocks of most runs, tail first: compared as bytes, which costs less than arithmetic."""
+_BRANCHLESS = np.minimum(np.arange(1024, dtype=np.int32), 1).tobytes()
+_UNPINNED = bytes(len(_BRANCHLESS))
+"""Children, and pins, of the blocks of most runs, tail first: to compare bytes costs less than arithmetic."""
 
 
 def owned_runs(owner_of: NDArray[np.int64], slots: SlotArray) -> Iterable[tuple[int, int, int]]:
@@ -32,7 +33,8 @@ def owned_runs(owner_of: NDArray[np.int64], slots: SlotArray) -> Iterable[tuple[
 def leading_leaves(occupancy: Occupancy, tail_first: SlotArray) -> SlotArray:
     """The longest start of a run, tail first, of which each is a leaf once its predecessors are gone."""
     children, pins = occupancy.children[tail_first], occupancy.pins[tail_first]
-    if children.tobytes() == _BRANCHLESS[: len(tail_first)].tobytes() and not np.count_nonzero(pins):
+    size = children.nbytes
+    if children.tobytes() == _BRANCHLESS[:size] and pins.tobytes() == _UNPINNED[:size]:
         return tail_first
     children[1:] -= occupancy.parent[tail_first[:-1]] == tail_first[1:]
     blocked = (children + pins).nonzero()[0]

@@ -7,7 +7,7 @@ evicted too, of which a short record stays.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kvstore.block import HASH_BYTES, SlotArray
 from kvstore.evict.base import Occupancy, Touch
-from kvstore.evict.chains import ALL_OF_IT, NO_SLOTS, NOBODY, Chain, Chains, keys_of
+from kvstore.evict.chains import ALL_OF_IT, NO_SLOTS, Chain, Chains, keys_of
+from kvstore.evict.columns import NOBODY
 from kvstore.evict.hazard import (
     LEFTOVER_TURN,
     NO_GAP,
@@ -37,8 +38,10 @@ _RESCORE_SHARE = 8
 _GHOSTS_A_BLOCK = 2
 _GHOSTS_LEAST = 64
 _HEAP_SLACK = 1024
+_UNSCORED_MOST = 64
 _LOOKS = 8
-_NO_KIND = -1
+_HARDLY = 1.01
+"""What is worth so many times the least at most goes as if it were that: nothing is known so exactly."""
 
 
 class _Line(NamedTuple):
@@ -46,6 +49,15 @@ class _Line(NamedTuple):
 
     turn: int
     born: float
+
+
+class _Least(NamedTuple):
+    """The chain that is worth least: what it was worth when last looked at, what it is, what the next is."""
+
+    chain: Chain
+    before: float
+    worth: float
+    following: float
 
 
 class Reuse:
@@ -63,6 +75,7 @@ class Reuse:
         self._cached: dict[int, Chain] = {}
         self._gated: dict[int, int] = {}
         self._heap: list[tuple[float, int]] = []
+        self._unscored: list[Chain] = []
         self._prospects = Prospects()
         self._requests = 0
         self._rescore_at = 0
@@ -120,70 +133,88 @@ class Reuse:
             self._set(chain, chain.slots[np.isin(chain.slots, below, invert=True)])
         for run in runs:
             now = self._prospects.now
-            unreachable = Chain(self._chains.next, now, len(run), 0, _NO_KIND, None, now, lost=True)
-            self._chains.enter(unreachable)
+            unreachable = Chain(self._chains.next, now, len(run), 0, now, NO_SLOTS, lost=True)
+            self._enter(unreachable)
             self._keep(unreachable, run)
 
     # -- victims --------------------------------------------------------------------------------
 
     def victims(self, limit: int, wanted: bytes = b"") -> SlotArray:
         newest = self._chains.awaiting(wanted[:HASH_BYTES]) if wanted else None
-        if self._requests >= self._rescore_at:
-            self._rescore()
+        self._order()
+        kept: list[tuple[float, int]] = []
+        parts: list[SlotArray] = []
+        while limit > 0 and (least := self._least()) is not None:
+            chain, before, worth, following = least
+            room = limit
+            if newest is not None and chain is not newest:
+                refused, offered = self._prospects.refuse(newest, worth)
+                room -= refused
+                following = min(following, offered)
+            chosen = NO_SLOTS
+            if room > 0:
+                most = min(room, self._prospects.droppable(chain, worth, following))
+                chosen = leading_leaves(self._occupancy, chain.slots[: -most - 1 : -1])
+            if len(chosen):
+                self._drop(chain, chosen)
+                parts.append(chosen)
+                limit -= len(chosen)
+            elif room <= 0 or parts or self._occupancy.pins[chain.slots[-1]]:
+                kept.append((before, chain.number))
+                if room <= 0 or parts:  # what was chosen may be all that hangs from it
+                    break
+            else:
+                chain.gate = int(chain.slots[-1])
+                self._gated[chain.gate] = chain.number
+                self._prospects.offer(chain)
+        for entry in kept:  # as they were: to ask in vain changes nothing
+            heappush(self._heap, entry)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else NO_SLOTS
+
+    def _least(self) -> _Least | None:
+        """Take the chain out of the queue that is worth least, or hardly more than that."""
         heap = self._heap
-        busy: list[Chain] = []
-        chosen = NO_SLOTS
-        while heap and not len(chosen):
+        while heap:
             before, number = heappop(heap)
             chain = self._cached.get(number)
             if chain is None or chain.gate is not None:
                 continue
             worth = self._prospects.worth(chain)
             following = heap[0][0] if heap else worth
-            if worth > following and worth > before:
-                heappush(heap, (worth, number))
-                continue
-            if newest is not None and chain is not newest:
-                refused, offered = self._prospects.refuse(newest, worth)
-                limit -= refused
-                following = min(following, offered)
-                newest = None
-            if limit <= 0:
-                busy.append(chain)
-                break
-            most = min(limit, self._prospects.droppable(chain, following))
-            chosen = leading_leaves(self._occupancy, chain.slots[: -most - 1 : -1])
-            if len(chosen):
-                self._drop(chain, chosen)
-            elif self._occupancy.pins[chain.slots[-1]]:
-                busy.append(chain)
-            else:
-                chain.gate = int(chain.slots[-1])
-                self._gated[chain.gate] = number
-        for chain in busy:
-            self._queue(chain)
-        return chosen
+            if worth <= max(before, following * _HARDLY):
+                return _Least(chain, before, worth, max(worth, following))
+            heappush(heap, (worth, number))
+        return None
 
     def _drop(self, chain: Chain, chosen: SlotArray) -> None:
         self._owner[chosen] = NOBODY
         self._set(chain, chain.slots[: -len(chosen)])
         if len(chain.slots):
-            self._queue(chain)
+            self._push(chain)
         elif self._gated:
             self._open_gates(self._occupancy.parent[chosen[-1:]])
 
     def _queue(self, chain: Chain) -> None:
-        heappush(self._heap, (self._prospects.worth(chain), chain.number))
-        # Where nothing has to go nobody takes entries away, however many requests there are.
-        if len(self._heap) > 2 * len(self._cached) + _HEAP_SLACK:
-            self._rescore()
+        """A chain may be of another worth now; that is looked at once something has to go."""
+        if self._requests < self._rescore_at:
+            self._unscored.append(chain)
+            if len(self._unscored) > len(self._cached) + _UNSCORED_MOST:
+                self._unscored.clear()
+                self._rescore_at = self._requests
 
-    def _rescore(self) -> None:
-        """Ages have moved on: put all resident chains in order again."""
-        worth = self._prospects.worth
-        self._heap = [(worth(each), number) for number, each in self._cached.items() if each.gate is None]
-        heapify(self._heap)
-        self._rescore_at = self._requests + max(1, len(self._heap) // _RESCORE_SHARE)
+    def _push(self, chain: Chain) -> None:
+        heappush(self._heap, (self._prospects.worth(chain), chain.number))
+
+    def _order(self) -> None:
+        """Put chains in order: all once ages have moved on, else those whose worth has changed."""
+        if self._requests >= self._rescore_at or len(self._heap) > 2 * len(self._cached) + _HEAP_SLACK:
+            self._heap = self._prospects.ranked()
+            self._rescore_at = self._requests + max(1, len(self._heap) // _RESCORE_SHARE)
+        else:
+            for chain in self._unscored:
+                if chain.gate is None and len(chain.slots):
+                    self._push(chain)
+        self._unscored.clear()
 
     def _open_gates(self, parents: NDArray[np.int32]) -> None:
         """These slots have fewer children than before."""
@@ -193,23 +224,24 @@ class Reuse:
             chain = self._cached.get(self._gated.pop(slot, NOBODY))
             if chain is not None:
                 chain.gate = None
-                self._queue(chain)
+                self._prospects.offer(chain)
+                self._push(chain)
 
     # -- chains ---------------------------------------------------------------------------------
 
     def _use(self, touch: Touch) -> None:
         """A request takes over its blocks, and goes on from whoever had them, or begins."""
         length, hit = len(touch.hashes) // HASH_BYTES, len(touch.slots)
-        missing = touch.hashes[hit * HASH_BYTES :]
         known, gone = hit, None
         keys = keys_of(touch.hashes)
-        if missing and (deepest := self._chains.deepest(keys[hit:])) is not None:
+        if hit < length and (deepest := self._chains.deepest(keys[hit:] if hit else keys)) is not None:
             known, gone = hit + deepest[0] + 1, deepest[1]
         line = self._take_over(touch.slots, known, gone)
         chain = self._open(length, known, line, touch.hints)
         self._chains.name(chain, keys, known)
-        if missing:
-            self._chains.await_block(chain, missing[:HASH_BYTES])
+        if hit < length:
+            first = hit * HASH_BYTES
+            self._chains.await_block(chain, touch.hashes[first : first + HASH_BYTES])
         if hit:
             self._keep(chain, touch.slots)
 
@@ -218,20 +250,19 @@ class Reuse:
 
         ``gone`` is the chain that reaches deepest, to block ``known``, if beyond the resident ones.
         """
-        line = None if gone is None else self._part(gone, known, 0)
+        line = None
         if len(slots):
-            deepest = int(self._owner[slots[-1]])
             for owner, start, stop in owned_runs(self._owner, slots):
+                # Where clients made names up, a chain may have been gone on from past a block that stayed.
                 chain = self._chains.by_number.get(owner)
-                if chain is None or chain is gone:
-                    continue
-                children = int(self._occupancy.children[slots[stop - 1]])
-                used = self._part(chain, chain.first + stop - start, children)
-                if gone is None and owner == deepest:
-                    line = used
-        return line or _Line(0, self._prospects.now)
+                line = None
+                if chain is not None and chain is not gone:
+                    line = self._part(chain, chain.first + stop - start, slots[stop - 1])
+        if gone is not None:
+            line = self._part(gone, known)
+        return _Line(0, self._prospects.now) if line is None else line
 
-    def _part(self, chain: Chain, end: int, children: int) -> _Line | None:
+    def _part(self, chain: Chain, end: int, last: np.int64 | None = None) -> _Line | None:
         """Take a chain's blocks up to ``end``; what is gone on from there, if anything is.
 
         A name that a client made up may be of a chain that does not reach that far: nothing is taken.
@@ -240,29 +271,30 @@ class Reuse:
             return None
         share = (end - chain.first) / (chain.length - chain.first)
         line = None
-        if share > _CONTINUED and children < _HUB:
+        if share > _CONTINUED and (last is None or self._occupancy.children[last] < _HUB):
             line = _Line(chain.turn + 1, chain.born)
             self._prospects.continued(chain, chain.length - end)
-            self._leave_over(chain, chain.length - end)
-        kept = chain.slots[end - chain.first :].copy()
+            if end < chain.length:
+                self._leave_over(chain, chain.length - end)
+        kept = chain.slots[end - chain.first :]
         chain.first = end
-        self._set(chain, kept)
-        if end >= chain.length:
+        self._set(chain, kept.copy() if len(kept) else NO_SLOTS)
+        if end == chain.length:
             self._close(chain)
         return line
 
     def _leave_over(self, chain: Chain, blocks: int) -> None:
         """A chain was continued elsewhere: its last blocks are a branch that was left, used just now."""
-        chain.time, chain.idle, chain.whole = self._prospects.now, 0.0, True
+        chain.time, chain.whole = self._prospects.now, True
         self._prospects.begin(chain, Kind(Group.LEFTOVER, LEFTOVER_TURN, size_class(blocks), 0, NO_GAP))
         self._chains.renew(chain)
 
     def _open(self, length: int, known: int, line: _Line, hints: Hints) -> Chain:
         """A chain of a prompt whose first ``known`` blocks somebody had asked for before."""
         now, turn = self._prospects.now, line.turn
-        chain = Chain(self._chains.next, now, length, turn, _NO_KIND, None, line.born, planned=length)
-        chain.fresh = length - known if known else ALL_OF_IT
-        self._chains.enter(chain)
+        fresh = length - known if known else ALL_OF_IT
+        chain = Chain(self._chains.next, now, length, turn, line.born, NO_SLOTS, fresh, 0, length)
+        self._enter(chain)
         # The time between uses, all of them so far: what is popular is told from what came back at once.
         gap = gap_class((now - line.born) / turn) if turn else NO_GAP
         group = group_of(hints, turn)
@@ -272,14 +304,18 @@ class Reuse:
             self._prospects.tell(chain, hints)
         return chain
 
+    def _enter(self, chain: Chain) -> None:
+        self._chains.enter(chain)
+        self._prospects.enter(chain)
+
     def _close(self, chain: Chain) -> None:
         """Nothing of it is resident, and it is remembered no longer."""
         self._prospects.ended(chain)
         self._chains.close(chain)
 
     def _owners(self, slots: SlotArray) -> list[Chain]:
-        owners = np.unique(self._owner[slots]).tolist()
-        return [self._chains.by_number[number] for number in owners if number != NOBODY]
+        chains = map(self._chains.by_number.get, np.unique(self._owner[slots]).tolist())
+        return [chain for chain in chains if chain is not None]
 
     def _ending_at(self, parent: int) -> Chain | None:
         """The chain whose last resident block is in this slot."""
@@ -294,12 +330,13 @@ class Reuse:
         self._queue(chain)
 
     def _set(self, chain: Chain, slots: SlotArray) -> None:
-        self._prospects.resized(chain, len(slots) - len(chain.slots))
+        more = len(slots) - len(chain.slots)
         chain.slots = slots
         if chain.gate is not None and not (len(slots) and slots[-1] == chain.gate):
             self._gated.pop(chain.gate, None)
             chain.gate = None
             self._queue(chain)
+        self._prospects.resized(chain, more)
         if len(slots):
             self._cached[chain.number] = chain
             return
@@ -309,18 +346,20 @@ class Reuse:
 
     def _drop_ghosts(self) -> None:
         """Remember as many chains as there are blocks to decide over, and some."""
+        chains = self._chains.by_number
         most = max(_GHOSTS_LEAST, _GHOSTS_A_BLOCK * self._prospects.blocks)
-        for _ in range(_LOOKS):
-            if len(self._chains) <= most:
-                return
-            chain = next(iter(self._chains.by_number.values()))
+        looks = _LOOKS
+        while len(chains) > most and looks:
+            looks -= 1
+            chain = next(iter(chains.values()))
             if len(chain.slots):
                 self._chains.renew(chain)
             else:
                 self._close(chain)
 
     def _pass(self, time: float) -> None:
-        self._prospects.now = max(self._prospects.now, time)
+        if time > self._prospects.now:
+            self._prospects.now = time
 
     def _cover(self) -> None:
         size = len(self._occupancy.pins)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.evict.columns import WHOLE
 from kvstore.evict.hazard import TURN_CLASSES
 
 _FORKS = 1.0
@@ -23,6 +27,7 @@ class Tails:
         self._forks = [_FORKS] * TURN_CLASSES
         self._uses = [_USES] * TURN_CLASSES
         self._past = [0.5] * TURN_CLASSES
+        self._columns = self._as_columns()
 
     def count(self, unused: int, fresh: int, turn: int) -> None:
         """A chain of that turn class, of which the last ``fresh`` blocks were new, was continued."""
@@ -48,6 +53,7 @@ class Tails:
             shares.append(running / total)
         self._shares = shares
         self._past = [uses / (uses + forks) for uses, forks in zip(self._uses, self._forks, strict=True)]
+        self._columns = self._as_columns()
 
     def share(self, missing: int, fresh: int, turn: int) -> float:
         """Share of continuations that a chain without its last ``missing`` blocks still serves in full."""
@@ -55,6 +61,12 @@ class Tails:
             return 1.0
         shares = self._shares
         return (shares[missing] if missing < len(shares) else 1.0) * self._past[turn]
+
+    def shares(self, cuts: NDArray[np.int64], turns: NDArray[np.int64]) -> NDArray[np.float64]:
+        """``share`` of many, by their columns."""
+        shares, past = self._columns
+        found = shares[np.minimum(cuts, len(shares) - 1)] * past[turns]
+        return np.where(cuts == WHOLE, 1.0, found)
 
     def droppable(self, missing: int, fresh: int, turn: int, share: float) -> int:
         """How many more blocks may go while the share is at most ``share``; at least one."""
@@ -66,3 +78,6 @@ class Tails:
         if share >= past:
             return fresh - missing
         return max(1, min(fresh, bisect_right(self._shares, share / past)) - missing)
+
+    def _as_columns(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return np.array([*self._shares, 1.0]), np.array(self._past)

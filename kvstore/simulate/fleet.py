@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvstore.simulate.expiring import ExpiringInstance
 from kvstore.simulate.instance import Instance, MakeEvictor
 from kvstore.simulate.workload import Watch, Workload, each_request
 
@@ -20,11 +21,20 @@ class Routing(StrEnum):
 
 
 class FleetPlan(NamedTuple):
-    """So many instances, how requests find them, and the blocks of a shared tier below (0: none)."""
+    """So many instances, how requests find them, and the blocks of a shared tier below (0: none).
+
+    ``idle_ttl_seconds`` is the time to live of blocks in the instances, not in the tier below.
+    """
 
     instances: int = 1
     routing: Routing = Routing.ROUND_ROBIN
     shared_blocks: int = 0
+    idle_ttl_seconds: float | None = None
+
+    def instance(self, make_evictor: MakeEvictor, workload: Workload, blocks: int) -> Instance:
+        if self.idle_ttl_seconds is None:
+            return Instance(make_evictor, workload, blocks)
+        return ExpiringInstance(make_evictor, workload, blocks, self.idle_ttl_seconds)
 
 
 _ALONE = FleetPlan()
@@ -38,7 +48,7 @@ class Fleet:
     """
 
     def __init__(self, make_evictor: MakeEvictor, workload: Workload, blocks: int, plan: FleetPlan) -> None:
-        self._locals = [Instance(make_evictor, workload, blocks) for _ in range(plan.instances)]
+        self._locals = [plan.instance(make_evictor, workload, blocks) for _ in range(plan.instances)]
         self._shared = Instance(make_evictor, workload, plan.shared_blocks) if plan.shared_blocks else None
         self._routing = plan.routing
         self._workload = workload

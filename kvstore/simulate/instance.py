@@ -33,6 +33,8 @@ class Instance:
             parent=workload.parents,
             pins=np.zeros(size, dtype=np.int32),
         )
+        # As wide as indexes are, so that to use them as such converts nothing.
+        self._parents = workload.parents.astype(np.int64)
         # The last entry is never resident: index -1 means no parent.
         self._resident = np.zeros(size + 1, dtype=np.bool_)
         self._free = blocks
@@ -45,8 +47,9 @@ class Instance:
 
     def resident_run(self, number: int) -> int:
         """How many leading blocks of a request are here now."""
-        # Only leaves go, so what is resident of a prompt is a leading run.
-        return int(np.count_nonzero(self._resident[self._workload.blocks[number]]))
+        found: bytes = self._resident[self._workload.blocks[number]].tobytes()
+        run = found.find(0)
+        return len(found) if run < 0 else run
 
     def serve(self, number: int) -> int:
         """Hit blocks of a request, whose blocks are kept from then on.
@@ -86,7 +89,7 @@ class Instance:
             pins[parent] = 1
         while self._free < count and len(victims := self._evictor.victims(count - self._free, hashes)):
             resident[victims] = False
-            parents = self._occupancy.parent[victims]
+            parents = self._parents[victims]
             # What goes with its children needs no count.
             for left in parents[resident[parents]].tolist():
                 children[left] -= 1

@@ -31,6 +31,8 @@ class StoreOptions:
     """What redis may take for one batch of a promotion or a demotion."""
     ttl_seconds: float = 86400.0
     """After so long redis has forgotten a block, where nobody used it."""
+    idle_ttl_seconds: float | None = None
+    """After so long a block that nobody used leaves memory; None: only when its room is needed."""
     batch_bytes: int = 16 << 20
     """Payload bytes of one batch."""
     demotion: Demotion = Demotion.WRITE_THROUGH

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.block import HASH_BYTES
+from kvstore.commands.capacity import capacities
 from kvstore.errors import ConfigError
 from kvstore.events import RequestSettled
 from kvstore.hints import Hints
@@ -32,6 +33,7 @@ NAMES = {
     "namespace",
     "prompt_tokens",
     "block_size",
+    "block_bytes",
     "hashes",
     "hit_blocks",
     "ended",
@@ -47,8 +49,18 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return head, requests
 
 
+def block_bytes(namespace: bytes) -> int:
+    return 8192 if namespace == b"m" * 16 else 4096
+
+
 def recorder(path: Path, max_bytes: int = MIB) -> Recorder:
-    return Recorder(path, max_bytes, clock=FakeClock(), wall_clock=lambda: 0.0)
+    return Recorder(
+        path,
+        max_bytes,
+        block_bytes,
+        clock=FakeClock(),
+        wall_clock=lambda: 0.0,
+    )
 
 
 def asked(blocks: int = 2, name: bytes = b"n" * 16, **fields: Any) -> RequestSettled:
@@ -74,6 +86,7 @@ class TestServer:
         )
         assert [each["hit_blocks"] for each in requests] == served
         workload = Workload.of(read_trace([path]))
+        assert capacities("--capacity", "64KiB", workload, None) == [capacity], "as large as the pool"
         assert 0 < sum(served) < replay(workload, POLICIES[policy](workload), None).hit_blocks
         instance = Instance(POLICIES[policy](workload), workload, capacity)
         assert [instance.serve(number) for number in range(len(requests))] == served
@@ -112,12 +125,37 @@ def test_a_line_has_what_a_replay_needs_and_nothing_else(tmp_path: Path) -> None
     head, (first, second) = read(made.path)
     assert head == {"recording": 1, "block_size": 16, "created": "1970-01-01T00:00:00+00:00"}
     assert set(first) == NAMES
+    assert first["block_bytes"] == 4096
     assert (first["time"], first["prompt_tokens"], first["hit_blocks"]) == (1.5, 64, 1)
     assert (first["ended"], first["priority"], first["idle_seconds"]) == (True, 2, 3.5)
     assert second["hashes"] == first["hashes"][:3], "equal prefixes have equal numbers"
     assert (second["prompt_tokens"], second["hit_blocks"]) == (3 * 24, 3)
     assert len(set(first["hashes"])) == 4
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o600
+
+
+def test_sizes_are_blocks_where_all_blocks_have_one_size_and_it_is_known(tmp_path: Path) -> None:
+    """A recording of an earlier version does not say it, and is replayed all the same."""
+    made = recorder(tmp_path / "a.jsonl")
+    made(asked())
+    made(asked(name=b"m" * 16))
+    made.close()
+    head, one, other = made.path.read_bytes().splitlines()
+    old = json.dumps({name: value for name, value in json.loads(one).items() if name != "block_bytes"})
+
+    def blocks(*lines: bytes) -> list[int | None]:
+        (tmp_path / "b.jsonl").write_bytes(b"\n".join((head, *lines)))
+        return capacities("--capacity", "10KiB", Workload.of(read_trace([tmp_path / "b.jsonl"])), None)
+
+    assert (blocks(one), blocks(other)) == ([2], [1])
+    with pytest.raises(
+        ConfigError, match="the trace has blocks of 4096, 8192 bytes; give a number of blocks"
+    ):
+        blocks(one, other)
+    for lines in ((old.encode(),), (one, old.encode())):
+        with pytest.raises(ConfigError, match="expected to know what a block takes"):
+            blocks(*lines)
+    assert read_trace([tmp_path / "b.jsonl"])[1].tokens == 32
 
 
 def test_names_are_salted_anew_in_each_recording(tmp_path: Path) -> None:
@@ -175,7 +213,7 @@ def test_what_is_recorded_is_on_disk_soon(tmp_path: Path) -> None:
         looks.append(clock())
         return looks[-1]
 
-    made = Recorder(tmp_path / "a.jsonl", MIB, clock=watched_clock, wall_clock=lambda: 0.0)
+    made = Recorder(tmp_path / "a.jsonl", MIB, lambda _: 1, clock=watched_clock, wall_clock=lambda: 0.0)
     made(asked())
     assert eventually(lambda: len(looks) > 1), "it is written, and too early to be on disk"
     clock.advance(2.0)

@@ -11,17 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.evict.base import Occupancy, Touch
+from kvstore.evict.columns import Columns
+from kvstore.evict.curves import BUCKETS, EDGES, bucket, gittins
 from kvstore.evict.hazard import (
-    BUCKETS,
-    EDGES,
     NO_GAP,
     SIZE_CLASSES,
     TURN_CLASSES,
     Group,
     HazardModel,
     Kind,
-    bucket,
-    gittins,
     size_class,
     spans,
     turn_class,
@@ -72,7 +70,9 @@ def test_the_gittins_index_is_the_best_of_all_stopping_ages(rates: list[float]) 
             kept += alive * (1 - stays) / rates[place]
             alive *= stays
             best = max(best, hits / kept)
-        assert found[start] == pytest.approx(best, rel=1e-6)
+        assert found.worth[start] == pytest.approx(best, rel=1e-6)
+    hits, kept = found.wait
+    assert hits / kept == pytest.approx(found.worth[0], rel=1e-6)
 
 
 def test_a_rate_is_learned_from_what_came_and_what_did_not() -> None:
@@ -96,23 +96,59 @@ def test_kinds_that_come_back_are_worth_more() -> None:
     events = np.zeros((2, BUCKETS))
     events[back, bucket(20.0)] = 100
     model.learn(events, exposure)
-    assert model.worth(back, 0.0) > 2 * model.worth(gone, 0.0)
+    assert model.curves.worth(back, 0.0) > 2 * model.curves.worth(gone, 0.0)
 
 
 def test_watched_chains_are_counted_once_for_every_second() -> None:
-    watched = Watched()
-    first, second = watched.begin(0, 0.0), watched.begin(1, 1.0)
+    columns = Columns()
+    watched = Watched(columns)
+    first, second, third = (columns.take() for _ in range(3))
+    watched.begin(first, 0, 0.0)
+    watched.begin(second, 1, 1.0)
     events, exposure = watched.collect(3.0)
     assert not events.any()
-    assert watched.kinds().tolist() == [0, 1]
+    watched.begin(third, 0, 3.0)
+    watched.end(third, 4.0, continued=False)
+    watched.change(second, 2, 1.0)
     watched.end(first, 5.0, continued=True)
     watched.end(second, 6.0, continued=False)
-    assert (watched.waiting, watched.kinds().tolist()) == (2, [])
+    watched.end(second, 7.0, continued=False)
+    assert (watched.waiting, watched.continued) == (3, 1)
     later_events, later = watched.collect(100.0)
-    assert (exposure + later).sum(axis=1).tolist() == pytest.approx([5.0, 5.0])
+    assert exposure.sum(axis=1).tolist() == pytest.approx([3.0, 2.0])
+    assert later.sum(axis=1).tolist() == pytest.approx([3.0, 0.0, 3.0])
     assert later_events.sum() == 1
     assert later_events[0, bucket(5.0)] == 1
     assert not watched.collect(200.0)[1].any()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.floats(-50, 1e5, allow_nan=False), st.integers(-1, 4), st.integers(0, 2)
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_many_chains_are_judged_as_each_alone(
+    asked: list[tuple[int, float, int, int]],
+) -> None:
+    """Those whose time is yet to come too."""
+    model, tails = HazardModel(), Tails()
+    for turn in range(4):
+        model.number(NEW._replace(turn=turn))
+    events = np.zeros((4, BUCKETS))
+    events[2, 3:9] = 7
+    model.learn(events, spans(np.full(40, 300.0), np.repeat(np.arange(4), 10), 4))
+    for unused in (0, 1, 1, 2):
+        tails.count(unused, 9, 1)
+    tails.refresh(fade=False)
+    kinds, ages, cuts, turns = (np.array(column) for column in zip(*asked, strict=True))
+    worths, shares = model.curves.worths(kinds, ages), tails.shares(cuts, turns)
+    for place, (kind, age, cut, turn) in enumerate(asked):
+        assert worths[place] == model.curves.worth(kind, age)
+        assert shares[place] == (1.0 if cut < 0 else tails.share(cut, 9, turn))
 
 
 def test_a_tail_that_continuations_leave_unused_is_worth_less() -> None:

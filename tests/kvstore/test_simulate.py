@@ -8,13 +8,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
+from io import StringIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from kvstore.commands.simulate import simulate
+from kvstore.commands.simulate_options import SimulateOptions
 from kvstore.errors import ConfigError
 from kvstore.evict.lru import LRU
 from kvstore.simulate import HitCounts, Instance, Traffic, Workload, count_hits, replay
@@ -24,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONVERSATION = REPOSITORY / "tests/data/conversation_trace.jsonl.gz"
 BLOCK = 512
 POINTS = 0.1
+NO_SHARES = ["0%", "101%", "half", "80"]
 
 Ids = Sequence[int]
 
@@ -272,6 +279,7 @@ def test_json_gives_fractions_by_policy_and_capacity(small_trace: Path) -> None:
         "instances": 1,
         "routing": "round_robin",
         "shared_blocks": 0,
+        "idle_ttl_seconds": None,
         "results": [
             {"policy": "lru", "capacity_blocks": 2, **tight},
             {"policy": "lru", "capacity_blocks": 1000, **wide},
@@ -298,22 +306,41 @@ def test_the_progress_bar_is_on_stderr(small_trace: Path) -> None:
     assert json.loads(done.stdout)["trace"] == str(small_trace)
 
 
+@pytest.mark.parametrize("options", [SimulateOptions(), SimulateOptions(recommend="80%")])
+def test_what_takes_long_says_how_far_it_is_where_there_is_no_terminal(
+    small_trace: Path, options: SimulateOptions
+) -> None:
+    """Now and then; nothing where it is over soon."""
+    for seconds in (100.0, 0.001):
+        times, told = count(0.0, seconds), StringIO()
+        simulate([small_trace], options, {}, Console(file=told, get_time=partial(next, times)))
+        shares = [int(line.removeprefix("replaying: ")[:-1]) for line in told.getvalue().splitlines()]
+        assert len(shares) >= 3 if seconds > 1 else not shares
+        assert shares == sorted(set(shares))
+
+
+def test_an_error_is_one_line_and_status_2(small_trace: Path) -> None:
+    done = run_cli("simulate", small_trace, "absent.jsonl")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: absent.jsonl cannot be read")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--capacity", "1k,many"], "--capacity names 'many', expected a number of blocks"),
-        (["--capacity", "0"], "--capacity names '0', expected room for at least one block"),
-        (["--policy", "mru"], "--policy names 'mru', expected all or some of lru, lfu"),
-        (["absent.jsonl"], "absent.jsonl cannot be read"),
+        ({"capacity": "1k,many"}, "--capacity names 'many', expected a number of blocks"),
+        ({"capacity": "0"}, "--capacity names '0', expected room for at least one block"),
+        ({"policy": "mru"}, "--policy names 'mru', expected all or some of lru, lfu"),
+        *(({"recommend": share}, "expected a share of what an unlimited cache hits") for share in NO_SHARES),
     ],
 )
-def test_an_error_is_one_line_and_status_2(small_trace: Path, options: list[str], message: str) -> None:
-    done = run_cli("simulate", small_trace, *options)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_an_option_that_makes_no_sense_is_named(
+    small_trace: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        simulate([small_trace], SimulateOptions(**options), {}, Console(file=StringIO()))
+    assert message in str(raised.value)
 
 
 # -- token ids, several policies, recommendations -----------------------------------------------------
@@ -354,13 +381,7 @@ def test_a_recommendation_is_the_least_capacity_that_suffices(tmp_path: Path) ->
     """Two prompts in turns: with three blocks LRU keeps one and the head of none, with four both."""
     asked = [line([1, 2]), line([3, 4])] * 5
     trace = write(tmp_path / "trace.jsonl", *asked)
-    done = run_cli("simulate", trace, "--recommend", "100%", "--json")
-    (row,) = json.loads(done.stdout)["results"]
+    answer = simulate([trace], SimulateOptions(recommend="100%"), {}, Console(file=StringIO()))
+    (row,) = answer.facts["results"]
     assert (row["capacity_blocks"], row["hit_blocks"]) == (4, 0.8)
-
-
-@pytest.mark.parametrize("share", ["0%", "101%", "half", "80"])
-def test_a_recommendation_is_for_a_share(small_trace: Path, share: str) -> None:
-    done = run_cli("simulate", small_trace, "--recommend", share)
-    assert done.returncode == 2
-    assert "expected a share of what an unlimited cache hits" in done.stderr
+    assert answer.parts[-1] == "Least capacity that hits 100% of the blocks that an unlimited cache hits"

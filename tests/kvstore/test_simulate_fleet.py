@@ -119,6 +119,23 @@ def test_a_prompt_that_is_there_as_a_whole_computes_a_token() -> None:
     assert times_to_first_token(workload, [3], PrefillRates(10.0)).p99 == pytest.approx(0.1)
 
 
+# -- a time to live ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fleet", [{}, {"instances": 2, "routing": "prefix"}])
+@pytest.mark.parametrize(
+    ("idle_ttl", "seconds", "share"), [("1s", 1.0, 0.0), ("3s", 3.0, 0.75), (None, None, 0.75)]
+)
+def test_what_comes_back_after_its_time_to_live_is_missed(
+    trace: Path, fleet: dict[str, Any], idle_ttl: str | None, seconds: float | None, share: float
+) -> None:
+    """Each prompt comes back after two seconds; a router does not take for a prefix what is over its time."""
+    facts = answer(trace, capacity="unlimited", idle_ttl=idle_ttl, **fleet)
+    assert facts["idle_ttl_seconds"] == seconds
+    assert facts["unlimited"]["hit_blocks"] == 0.75
+    assert [row["hit_blocks"] for row in facts["results"]] == [share]
+
+
 # -- sizes --------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +163,7 @@ def test_a_size_is_so_many_blocks_of_a_model(trace: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": "1GiB"}, "--capacity names the size '1GiB', expected to know what a token takes"),
+        ({"capacity": "1GiB"}, "--capacity names the size '1GiB', expected to know what a block takes"),
         ({"capacity": "1B", "bytes_per_token": 1}, "--capacity names '1B', expected room for at least one"),
         ({"routing": "random"}, "--routing is 'random', expected one of round_robin, session, prefix"),
         ({"shared": "1k,2k"}, "--shared is '1k,2k', expected one capacity"),
@@ -161,6 +178,7 @@ def test_a_size_is_so_many_blocks_of_a_model(trace: Path, tmp_path: Path) -> Non
             {"prefill_tokens_per_second": 1.0, "load_bytes_per_second": "fast", "bytes_per_token": 1},
             "--load-bytes-per-second is 'fast': expected a size",
         ),
+        ({"idle_ttl": "soon"}, "--idle-ttl is 'soon': expected a duration above zero"),
         ({"recommend": "100%", "instances": 2}, "2 instances with routing round_robin do not reach"),
         ({"model": "/nowhere"}, "--model is '/nowhere', which is no folder with a config.json"),
     ],

@@ -14,8 +14,10 @@ from kvstore.block import HASH_BYTES, MissCause
 from kvstore.events import RequestSettled
 from kvstore.hints import Hints
 from kvstore.simulate import POLICIES, Workload, replay
+from kvstore.simulate.expiring import ExpiringInstance
 from kvstore.trace import Request, read_trace
 from kvstore.whatif import SAMPLE_BLOCKS_MAX, SCALES, Estimate, WhatIf
+from tests.support.policy_pool import PoolInstance
 from tests.support.policy_workloads import GENERATED, workload_of
 from tests.support.valkey import eventually
 
@@ -93,6 +95,18 @@ def test_a_pool_small_enough_is_not_sampled_and_exact(policy: str) -> None:
     exact = [replay(head, POLICIES[policy](head), int(200 * scale)).hit_blocks for scale in SCALES]
     assert [each.hit_tokens for each in found] == [TOKENS * blocks for blocks in exact]
     assert exact[0] < exact[-1]
+
+
+def test_ghosts_let_go_of_what_the_pool_lets_go_of() -> None:
+    workload = Workload.of(workload_of(GENERATED["sessions"](np.random.default_rng(1))).requests[:250])
+    make_evictor, ttl = POLICIES["lru"](workload), 40.0
+    what_if = WhatIf(make_evictor, 200, lambda _: 1, idle_ttl_seconds=ttl, pause_seconds=0.0)
+    feed(what_if, map(settled, workload.requests))
+    what_if.close()
+    replays = [ExpiringInstance(make_evictor, workload, int(200 * scale), ttl) for scale in SCALES]
+    exact = [sum(map(each.serve, range(250))) for each in replays]
+    assert [each.hit_tokens for each in what_if.estimates()] == [TOKENS * blocks for blocks in exact]
+    assert exact[-1] < replay(workload, make_evictor, None).hit_blocks
 
 
 def test_one_prompt_that_all_share_does_not_tip_the_scale() -> None:
@@ -181,3 +195,33 @@ def test_a_namespace_of_unknown_size_is_left_out() -> None:
     what_if(RequestSettled(1.0, SPACE, TOKENS, hashes=bytes(HASH_BYTES)))
     what_if.close()
     assert {each.asked_tokens for each in what_if.estimates()} == {0}
+
+
+@pytest.mark.parametrize(("blocks", "first", "rate"), [(200, 300, 1), (5_000, 60, 2)])
+def test_blocks_that_were_taken_over_are_in_every_ghost_that_has_room(
+    blocks: int, first: int, rate: int
+) -> None:
+    """Up to the present size as if the server had not stopped; with a pool that is full, and one that is not.
+
+    Larger ghosts cannot know more than the pool.
+    """
+    requests = workload_of(GENERATED["sessions"](np.random.default_rng(1))).requests[: first + 150]
+    workload = Workload.of(requests)
+    pool = PoolInstance(POLICIES["lru"](workload), blocks)
+    for request in requests[:first]:
+        pool.serve(request)
+    with ghosts(workload, "lru", blocks) as begun, ghosts(workload, "lru", blocks) as always:
+        begun.take_over(pool.pool)
+        feed(always, map(settled, requests[:first]))
+        before = always.estimates()
+        for each in (begun, always):
+            feed(each, map(settled, requests[first:]))
+        assert (begun.rate, begun.dropped) == (rate, 0)
+        missed = [each.missed_tokens for each in begun.estimates()]
+        known = [
+            now.missed_tokens - then.missed_tokens
+            for now, then in zip(always.estimates(), before, strict=True)
+        ]
+    assert missed[:3] == known[:3]
+    assert missed[2] >= missed[3] >= known[3]
+    assert missed[4] >= known[4]

@@ -7,10 +7,12 @@ from numpy.typing import NDArray
 
 from kvstore.block import WHOLE
 from kvstore.evict.base import Touch
+from kvstore.evict.expiry import Expiry
 from kvstore.extents import Extent
 from kvstore.pool import BlockPool
 from kvstore.simulate import MakeEvictor
 from kvstore.spec import SLOT_ALIGNMENT
+from kvstore.stamps import TableAges
 from kvstore.trace import Request
 
 
@@ -39,14 +41,22 @@ class TableMemory:
 
 
 class PoolInstance:
-    """A pool of ``blocks`` blocks that is asked for requests and keeps what it lacked of them."""
+    """A pool of ``blocks`` blocks that is asked for requests and keeps what it lacked of them.
 
-    def __init__(self, make_evictor: MakeEvictor, blocks: int) -> None:
-        self._pool = BlockPool(TableMemory(blocks), make_evictor)
+    With a time to live it is swept before each.
+    """
+
+    def __init__(self, make_evictor: MakeEvictor, blocks: int, idle_ttl_seconds: float | None = None) -> None:
+        self.pool = pool = BlockPool(TableMemory(blocks), make_evictor)
+        self._expiry: Expiry | None = None
+        if idle_ttl_seconds is not None:
+            self._expiry = Expiry(idle_ttl_seconds, pool.occupancy, TableAges(pool.extents))
 
     def serve(self, request: Request) -> int:
         """Hit blocks of a request."""
-        pool, chain, now = self._pool, request.chain, request.time
+        pool, chain, now = self.pool, request.chain, request.time
+        while self._expiry and self._expiry.behind(now):
+            pool.expire(self._expiry.due(now))
         space = pool.open_space(chain.namespace, WHOLE, SLOT_ALIGNMENT, chain.root.block_size)
         rows = chain.rows(WHOLE)
         run = pool.match(rows).slots
@@ -63,4 +73,4 @@ class PoolInstance:
 
     def resident(self) -> set[bytes]:
         """Hashes of the blocks that are here now."""
-        return {key for space in self._pool.spaces() for key in space.ready}
+        return {key for space in self.pool.spaces() for key in space.ready}
