@@ -56,7 +56,7 @@ def measure_promotion(report: Report, url: str, place: str, bare: Sequence[BareS
             clock=time.monotonic,
         )
         patient = StoreOptions(probe_seconds=5.0, flight_seconds=30.0)
-        tiers = Tiers(host, redis=tier)
+        tiers = Tiers(host, remote=tier)
         with closing(TieredStore(tiers, clock=time.monotonic, options=patient)) as store:
             store.register(spec)
             promoted, socket_only = [], []

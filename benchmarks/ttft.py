@@ -149,7 +149,7 @@ def forget_suffix(worker: Worker, bench: Bench, suffix: np.ndarray) -> None:
     assert worker.store.drain(60.0)
     chain = Chain.of(worker.spec.root, np.concatenate((bench.prefix, suffix)))
     rows = chain.rows(WHOLE, len(bench.prefix) // worker.spec.block_size)
-    for tier in (*worker.tiers.memory, worker.tiers.redis):
+    for tier in (*worker.tiers.memory, worker.tiers.remote):
         tier.discard(rows, time.monotonic() + 10.0)
 
 

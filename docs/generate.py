@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 import kvstore.metrics
 import kvstore.service.tenants
 from kvstore.commands.causes import CAUSES
+from kvstore.commands.options import flags_of
 from kvstore.config import PREFILL_ONLY, Config
 from kvstore.metric_table import METRICS, Kind, Metric, Source
 from kvstore.settings import ENVIRONMENT_PREFIX, load_config
@@ -26,7 +27,7 @@ DOCS = Path(__file__).resolve().parent
 GENERATED = "<!-- Written by docs/generate.py from {source}. Do not edit. -->\n"
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Memory": ("pool_path", "pool_bytes", "extent_bytes", "eviction_policy"),
+    "Memory": ("pool_path", "pool_bytes", "extent_bytes", "eviction_policy", "idle_ttl_seconds"),
     "Redis": (
         "redis_url",
         "redis_prefix",
@@ -100,8 +101,9 @@ hit rate is `1 - missed / asked`. Compare them with the ghost of scale 1 and not
 server: a ghost keeps every prompt that was asked for, hears of an answer only when it is part of the next
 prompt, and has no Redis. On the conversation trace of `tests/data` the error was at most 0.6 points with
 `lru` and 1.5 points with `reuse`, with pools of 5,000 to 50,000 blocks. Where traffic is low, so is the
-number of samples: look at some thousand requests. Requests that come faster than ghosts follow are left out
-and counted in `kvstore_skipped_requests_total`.
+number of samples: look at some thousand requests. After a restart ghosts begin with the blocks that were
+taken over; the larger ones would have had more, and are low until they have filled. Requests that come faster
+than ghosts follow are left out and counted in `kvstore_skipped_requests_total`.
 """
 
 
@@ -141,7 +143,7 @@ def configuration_page() -> str:
                 takes(name, Config.model_fields[name]),
                 Config.model_fields[name].description or "",
                 f"`{ENVIRONMENT_PREFIX}{name.upper()}`",
-                "prefill only" if name in PREFILL_ONLY else f"`--{name.replace('_', '-')}`",
+                "prefill only" if name in PREFILL_ONLY else ", ".join(f"`{flag}`" for flag in flags_of(name)),
             )
             for name in names
         ]

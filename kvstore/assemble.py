@@ -65,6 +65,7 @@ def store_options(config: Config, *, readers_verify: bool = False) -> StoreOptio
         write_seconds=config.write_seconds,
         probe_seconds=config.redis_probe_seconds,
         ttl_seconds=config.redis_ttl_seconds,
+        idle_ttl_seconds=config.idle_ttl_seconds,
         demotion=Demotion(config.redis_demotion),
         reuse_count=config.redis_reuse_count,
         recompute_tokens_per_second=config.recompute_tokens_per_second,

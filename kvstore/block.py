@@ -29,6 +29,8 @@ class TierName(StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    SIDECAR = "sidecar"
+    """Another process's store, below that of a worker which has one of its own."""
     REDIS = "redis"
 
 
@@ -81,7 +83,8 @@ class BlockRows:
 
     ``hashes``, ``parents`` and ``tags`` are n × 16 packed bytes; ``indexes`` (n,) is each block's
     place in its chain. ``tokens`` (n, block_size) and ``fingerprints`` (n,) are None when the
-    caller knows only hashes: then nothing but hash and parent can be compared.
+    caller knows only hashes: then nothing but hash and parent can be compared. ``chain`` is the prompt
+    that they are blocks of, None where they come from a pool: there is no prompt there.
     """
 
     namespace: bytes
@@ -92,6 +95,7 @@ class BlockRows:
     indexes: Uint32Array
     tokens: Uint32Array | None
     fingerprints: Uint64Array | None
+    chain: Chain | None = None
 
     def __len__(self) -> int:
         return len(self.indexes)
@@ -134,6 +138,7 @@ class BlockRows:
             self.indexes[blocks],
             None if self.tokens is None else self.tokens[blocks],
             None if self.fingerprints is None else self.fingerprints[blocks],
+            self.chain,
         )
 
     def slice(self, start: int, stop: int) -> BlockRows:
@@ -148,6 +153,7 @@ class BlockRows:
             self.indexes[start:stop],
             None if self.tokens is None else self.tokens[start:stop],
             None if self.fingerprints is None else self.fingerprints[start:stop],
+            self.chain,
         )
 
 
@@ -161,7 +167,8 @@ class Chain:
 
     ``hashes`` is blocks × 16 packed bytes. ``prompt_tokens`` counts the tokens past the last
     block too, so that hit rates divide by everything that was asked. ``tokens``
-    (blocks, block_size) and ``fingerprints`` (blocks,) are None when only hashes are known.
+    (blocks, block_size) and ``fingerprints`` (blocks,) are None when only hashes are known. ``extras``
+    are what ``of`` hashed beside the tokens.
     """
 
     root: Root
@@ -169,6 +176,7 @@ class Chain:
     prompt_tokens: int
     tokens: Uint32Array | None = None
     fingerprints: Uint64Array | None = None
+    extras: Extras | None = None
 
     @classmethod
     def of(
@@ -194,6 +202,7 @@ class Chain:
             prompt_tokens=len(ids),
             tokens=used.reshape(blocks, root.block_size),
             fingerprints=fingerprint_blocks(used, root.block_size, extras),
+            extras=extras,
         )
 
     def grown(self, tokens: TokenInput, extras: Extras | None = None) -> Chain:
@@ -224,6 +233,7 @@ class Chain:
                     ),
                 )
             ),
+            extras,
         )
 
     def __post_init__(self) -> None:
@@ -274,6 +284,7 @@ class Chain:
             np.arange(start, stop, dtype=np.uint32),
             None if self.tokens is None else self.tokens[start:stop],
             None if self.fingerprints is None else self.fingerprints[start:stop],
+            self,
         )
 
     def _segment_tags(self, start: int, stop: int) -> bytes:

@@ -80,18 +80,21 @@ def _kvstore(
 def serve(config: ConfigOptions, *, as_json: AsJson = False) -> None:
     """Keep the store and serve it over gRPC until SIGTERM or Ctrl-C, then drain and end.
 
-    Says where it listens once it serves: on stderr, or with --json on stdout as one object.
+    Says where it listens once it serves: on stderr, or with --json on stdout as one object. SIGHUP has it
+    read the tenants_file again.
     """
     loaded = _load(config)
-    from kvstore.commands.serving import announce, log_settings, redis_beside
+    from kvstore.commands.serving import announce, failure_logged, log_settings, redis_beside
     from kvstore.logs import logging_to
     from kvstore.serve import Clocks, run
 
     told = loaded.config
     with logging_to(told.log_file, level=told.log_level, as_json=told.log_format == "json"):
         log_settings(loaded)
-        with redis_beside(loaded) as settings:
-            run(settings, Clocks(time.monotonic, time.time), partial(announce, as_json=as_json))
+        with failure_logged(told.log_file), redis_beside(loaded) as settings:
+            log_is_enough = told.log_format == "json" and told.log_file is None
+            tell = partial(announce, as_json=as_json, log_is_enough=log_is_enough)
+            run(settings, Clocks(time.monotonic, time.time), tell)
 
 
 @app.command("config")
@@ -234,7 +237,7 @@ def pin(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Keep what is resident of a prompt until it is unpinned.
+    """Keep what is resident of a prompt until it is unpinned, or the server ends.
 
     Exit status 1: nothing of it is resident.
     """

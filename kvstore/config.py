@@ -110,6 +110,7 @@ OptionalPath = Annotated[Path | None, BeforeValidator(_path_or_none)]
 RedisUrl = Annotated[str | None, BeforeValidator(_parse_redis_url)]
 Device = Annotated[str, _matching(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 OptionalShare = Annotated[Annotated[float, Field(gt=0, lt=1)] | None, BeforeValidator(_none_or_as_given)]
+OptionalSeconds = Annotated[Seconds | None, BeforeValidator(_none_or_as_given)]
 OptionalRate = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_none_or_as_given)]
 KeyPrefix = Annotated[str, _matching(r"[^{}\s]+", "one or more characters without braces or spaces")]
 
@@ -167,6 +168,9 @@ class Config(BaseModel):
     eviction_policy: Literal["lru", "lfu", "s3fifo", "arc", "reuse"] = "lru"
     """Which blocks of the host tier go first when it is full; docs/policies.md says how to choose."""
 
+    idle_ttl_seconds: OptionalSeconds = None
+    """Time after its last use at which a block leaves memory, whatever the policy keeps; or none."""
+
     redis_probe_seconds: Seconds = 0.05
     """Longest wait for Redis to say which blocks it has."""
 
@@ -207,7 +211,7 @@ class Config(BaseModel):
     """PEM file with the authorities that clients' certificates must come from, or none: they need none."""
 
     tenants_file: OptionalPath = None
-    """TOML file of the tenants and their tokens, read at the start; or none: whoever connects may use all."""
+    """TOML file of tenants and their tokens, read again at SIGHUP; or none: whoever connects may use all."""
 
     client_leases: int = Field(default=4096, ge=1)
     """Leases that one client may hold at a time."""

@@ -34,6 +34,7 @@ class RemovalCause(StrEnum):
 
     CAPACITY = "capacity"
     RECLAIMED = "reclaimed"
+    EXPIRED = "expired"
     CORRUPT = "corrupt"
     CLEARED = "cleared"
 

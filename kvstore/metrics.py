@@ -56,6 +56,7 @@ __all__ = [
 _WAITING_MAX = 4096
 _OPENMETRICS = "application/openmetrics-text"
 _NOTHING: Mapping[TierName, int] = MappingProxyType({})
+_IN_MEMORY = (TierName.DEVICE, TierName.HOST)
 
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
@@ -159,14 +160,14 @@ class Metrics:
     def _store(self, event: BlocksStored) -> None:
         blocks = len(event.hashes) // HASH_BYTES
         self._stored.add((event.tier,), blocks)
-        if event.tier is not TierName.REDIS:  # which does not say what it forgets
+        if event.tier in _IN_MEMORY:  # the others do not say what they forget
             self._unread.add((event.tier,), blocks * event.payload_bytes)
 
     def _remove(self, event: BlocksRemoved) -> None:
         self._evicted.add((event.tier, event.cause), len(event.hashes) // HASH_BYTES)
         self._lifetime.observe(event.tier, event.lifetimes)
         self._idle.observe(event.tier, event.idle)
-        if event.tier is not TierName.REDIS:
+        if event.tier in _IN_MEMORY:
             self._unread.add((event.tier,), -event.unread_blocks * event.payload_bytes)
 
 

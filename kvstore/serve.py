@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,6 @@ from kvstore.config import Config
 from kvstore.end_signals import EndSignals
 from kvstore.failpoints import Failpoint, no_failpoint
 from kvstore.monitor import Beside, Monitor
-from kvstore.pool import BlockPool
 from kvstore.record import Recorder
 from kvstore.service.admin import AdminService
 from kvstore.service.adopted import register_adopted
@@ -22,17 +22,20 @@ from kvstore.service.blocks import BlockService
 from kvstore.service.clients import ClientLimits, Clients
 from kvstore.service.events import EventLog
 from kvstore.service.gate import Gate
+from kvstore.service.listening import server_credentials
 from kvstore.service.lookup import LookupService
 from kvstore.service.namespaces import Namespaces
 from kvstore.service.owner import Owner, Wake
 from kvstore.service.parts import ServiceParts
 from kvstore.service.quotas import Quotas
-from kvstore.service.server import Server, server_credentials
-from kvstore.service.tenants import Tenants, load_tenants
+from kvstore.service.server import Server
+from kvstore.service.tenants import Tenants
+from kvstore.service.tenants_file import TenantsFile
 from kvstore.settings import LoadedConfig
 from kvstore.store import TieredStore, Tiers
 from kvstore.store.inventory import unread_bytes
 from kvstore.tiers.base import Tier
+from kvstore.tiers.redis import RedisTier
 from kvstore.version import installed_version
 from kvstore.web.readiness import State
 from kvstore.whatif import WhatIf
@@ -40,6 +43,9 @@ from kvstore.whatif import WhatIf
 _DRAIN_POLL_SECONDS = 0.02
 _LAST_WORDS_SECONDS = 0.1
 """For answers that are on their way; health watches never end by themselves."""
+_REACH_SECONDS = 2.0
+"""For one attempt to reach a redis that does not answer."""
+_REACH_PAUSE_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Raises KVStoreError where it cannot begin."""
     asyncio.run(_serve(loaded.config, clocks, announce, failpoint))
+    _log.info("ended")
 
 
 async def _serve(
@@ -80,11 +87,13 @@ async def _serve(
 ) -> None:
     signals = EndSignals()
     with ExitStack() as opened:
-        tenants = load_tenants(config.tenants_file) if config.tenants_file else None
-        if tenants is not None:
-            tenants.check_shares(config.pool_bytes)
-        sidecar = Sidecar(config, clocks, tenants, failpoint, opened)
+        file = TenantsFile(config.tenants_file, config.pool_bytes) if config.tenants_file else None
+        if file is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, file.changed.set)
+        sidecar = Sidecar(config, clocks, None if file is None else file.read(), failpoint, opened)
         announce(await sidecar.start())
+        if file is not None:
+            sidecar.follow(file)
         await signals.stop.wait()
         await sidecar.stop(signals.hurry)
 
@@ -121,14 +130,15 @@ class Sidecar:
         self._http = self._monitor.bind(config.http_listen, clock)
         opened.callback(self._monitor.close)
         _warn_of_open_ports(config)
-        self._recorder = _recorder(config, clocks)
+        self._sizes: dict[bytes, int] = {}
+        self._recorder = _recorder(config, clocks, self._block_bytes)
         if self._recorder is not None:
             opened.callback(self._recorder.close)
         self._host = open_host(config, clock, failpoint)
         opened.callback(self._host.close)
-        redis = open_redis(config, clock)
-        opened.callback(redis.close)
-        self._parts = self._wire(redis, namespaces, tenants, clock, failpoint)
+        self._redis = open_redis(config, clock)
+        opened.callback(self._redis.close)
+        self._parts = self._wire(self._redis, namespaces, tenants, clock, failpoint)
         opened.callback(self._what_if.close)
         opened.callback(self._store.close)
 
@@ -143,10 +153,16 @@ class Sidecar:
         config, host, wake = self._config, self._host, Wake()
         self._log = EventLog(clock_began_at=self._clock_began_at)
         self._metrics = self._monitor.listener({host.name: unread_bytes(host.pool)})
-        self._what_if = WhatIf(policy_of(config), host.pool.limit_bytes, partial(_block_bytes, host.pool))
+        self._what_if = WhatIf(
+            policy_of(config),
+            host.pool.limit_bytes,
+            self._block_bytes,
+            idle_ttl_seconds=config.idle_ttl_seconds,
+        )
+        self._what_if.take_over(host.pool)
         beside = Beside(self._what_if, self._recorder)
         self._store = TieredStore(
-            Tiers(host, redis=redis),
+            Tiers(host, remote=redis),
             clock=clock,
             options=store_options(config, readers_verify=True),
             listeners=(self._metrics, self._log, *beside.listeners),
@@ -169,9 +185,11 @@ class Sidecar:
         # Clients are served from the first extent on; the others follow while they are.
         host.pool.extents.reserve_next()
         self._owner.start()
+        await self._look_for_redis()
         admin = AdminService(parts, self._log, self._metrics, self._what_if, self._version)
         await self._server.start(LookupService(parts), BlockService(parts), admin)
         self._monitor.state = self._state
+        _log.info("serving on %s; metrics and health: %s", ", ".join(self._addresses), self._http or "none")
         return Serving(
             addresses=self._addresses,
             http=self._http,
@@ -191,14 +209,13 @@ class Sidecar:
         self._log.close()
         await self._server.tell(serving=False)
         ends_at = self._owner.now() + self._config.drain_seconds
-        if self._is_needed:
-            _log.info(
-                "draining for up to %g s: %d leases, %d writes, %d calls; a second signal ends it",
-                self._config.drain_seconds,
-                self._store.leases,
-                self._store.writes,
-                self._gate.running,
-            )
+        _log.info(
+            "draining for up to %g s: %d leases, %d writes, %d calls; a second signal ends it",
+            self._config.drain_seconds,
+            self._store.leases,
+            self._store.writes,
+            self._gate.running,
+        )
 
         def in_time() -> bool:
             return self._owner.now() < ends_at and not hurry.is_set()
@@ -212,6 +229,30 @@ class Sidecar:
         await self._owner.stop()
         await self._monitor.stop()
 
+    def follow(self, file: TenantsFile) -> None:
+        """Let what the tenants file says hold, whenever it has changed."""
+        self._owner.repeat("tenants", partial(file.follow, self._parts))
+
+    async def _look_for_redis(self) -> None:
+        """Try to reach redis now, and whenever it is given up: what is told of it is true without a request.
+
+        Waits no longer than a request would.
+        """
+        redis = self._redis
+        if not isinstance(redis, RedisTier):
+            return
+        tried = asyncio.Event()
+
+        async def look() -> None:
+            if not redis.reached:
+                await asyncio.to_thread(redis.reach, self._owner.now() + _REACH_SECONDS)
+            tried.set()
+            await asyncio.sleep(_REACH_PAUSE_SECONDS)
+
+        self._owner.repeat("redis", look)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(tried.wait(), self._config.redis_probe_seconds)
+
     def _state(self) -> State:
         if self._gate.draining:
             return State.DRAINING
@@ -221,25 +262,32 @@ class Sidecar:
         """A background task died, or goes on."""
         await self._server.tell(serving=self._state() is State.SERVING)
 
+    def _block_bytes(self, namespace: bytes) -> int:
+        """What a block takes of the pool on all ranks, its share of the unusable rest of extents included."""
+        if not self._sizes.get(namespace):
+            pool = self._host.pool
+            own = [space.slot_class for space in pool.spaces() if space.namespace == namespace]
+            shares = (pool.limit_bytes // max(1, pool.extents.most_slots(slot_class)) for slot_class in own)
+            self._sizes[namespace] = sum(shares)
+        return self._sizes[namespace]
+
     @property
     def _is_needed(self) -> bool:
         return bool(self._store.leases or self._store.writes or self._gate.running)
 
 
-def _recorder(config: Config, clocks: Clocks) -> Recorder | None:
+def _recorder(config: Config, clocks: Clocks, block_bytes: Callable[[bytes], int]) -> Recorder | None:
     if config.record_path is None:
         return None
     recorder = Recorder(
-        config.record_path, config.record_max_bytes, clock=clocks.monotonic, wall_clock=clocks.wall
+        config.record_path,
+        config.record_max_bytes,
+        block_bytes,
+        clock=clocks.monotonic,
+        wall_clock=clocks.wall,
     )
     _log.info("requests are recorded in %s", recorder.path)
     return recorder
-
-
-def _block_bytes(pool: BlockPool, namespace: bytes) -> int:
-    """What a block takes of a pool on all ranks, its share of the unusable rest of extents included."""
-    own = [space.slot_class for space in pool.spaces() if space.namespace == namespace]
-    return sum(pool.limit_bytes // max(1, pool.extents.most_slots(slot_class)) for slot_class in own)
 
 
 def _warn_of_open_ports(config: Config) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -135,14 +136,17 @@ def _flag(name: str) -> str:
 
 def suggestion(given: str, names: Iterable[str]) -> str:
     """What to say of a name that does not exist: the nearest that does, or else all of them."""
+    listed = sorted(names)
+    # What all of them begin with, such as KVSTORE_, makes none of them likelier.
+    alike = takewhile(lambda letters: len({*letters}) == 1, zip(given, *listed, strict=False))
+    shared = len([*alike]) if len(listed) > 1 else 0
 
     def likeness(name: str) -> float:
-        return SequenceMatcher(None, name.lower(), given.lower()).ratio()
+        return SequenceMatcher(None, name[shared:].lower(), given[shared:].lower()).ratio()
 
-    nearest = max(names, key=likeness)
+    nearest = max(listed, key=likeness)
     if likeness(nearest) >= _LIKENESS_MIN:
         return f"did you mean {nearest}?"
-    listed = sorted(names)
     more = f", and {len(listed) - _LISTED_MAX} more" if len(listed) > _LISTED_MAX else ""
     return f"expected one of {', '.join(listed[:_LISTED_MAX])}{more}"
 

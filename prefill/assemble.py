@@ -18,14 +18,31 @@ from kvstore.evict.lru import LRU
 from kvstore.spec import NamespaceSpec, slot_bytes_for
 from kvstore.store import TieredStore, Tiers
 from kvstore.tiers.device import DeviceTier, free_share
+from kvstore.tiers.host import HostTier
+from prefill.config import Dtype
 from prefill.engine import Engine, EngineOptions
 from prefill.model import LoadedModel, load_model
 from prefill.paged import KVMemory
 from prefill.runner import Runner
+from prefill.sidecar import SidecarOptions, open_sidecar
 from prefill.spec import LAYOUT, ModelSpec
 
 PLANES = 2
 _DEFAULTS = EngineOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What there is beside a worker. ``sidecar`` is its lowest tier, in place of redis.
+
+    ``wake`` is called from other threads when the store has something to do.
+    """
+
+    wake: Callable[[], None] | None = None
+    sidecar: SidecarOptions | None = None
+
+
+_NOTHING = Beside()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +67,10 @@ class Worker:
         self.store.close()
 
 
-def load_configured(name: str | None, config: Config, cache_dir: Path) -> LoadedModel:
-    """The model that ``name`` means (None: the packaged one), in float32 on the configured device.
+def load_configured(
+    name: str | None, config: Config, cache_dir: Path, dtype: Dtype = Dtype.FLOAT32
+) -> LoadedModel:
+    """The model that ``name`` means (None: the packaged one), on the configured device.
 
     Raises ConfigError where this machine has no such device, and what ``load_model`` raises.
     """
@@ -61,7 +80,7 @@ def load_configured(name: str | None, config: Config, cache_dir: Path) -> Loaded
             f"device is {config.device}, and torch finds {torch.cuda.device_count()} CUDA devices here; "
             "choose one of those, or cpu"
         )
-    return load_model(name, dtype=torch.float32, device=config.device, cache_dir=cache_dir)
+    return load_model(name, dtype=getattr(torch, dtype), device=config.device, cache_dir=cache_dir)
 
 
 def namespace_of(model: ModelSpec, config: Config) -> Namespace:
@@ -84,12 +103,11 @@ def build_worker(
     clock: Callable[[], float],
     listeners: tuple[Listener, ...] = (),
     options: EngineOptions = _DEFAULTS,
-    wake: Callable[[], None] | None = None,
+    beside: Beside = _NOTHING,
 ) -> Worker:
     """Open the tiers and wire them to the model. Raises PoolError, and what the tiers raise.
 
     The configuration and the model decide ``redis_seconds`` and ``eos_ids`` of the engine's options.
-    ``wake`` is called from other threads when the store has something to do.
     """
     block_bytes = slot_bytes_for(model.spec.block_bytes(config.block_size))
     if config.device_share is not None:
@@ -101,16 +119,28 @@ def build_worker(
             f"{model.spec.name!r}; raise device_bytes to what the longest prompt needs"
         )
     with ExitStack() as opened:
-        tiers = _open_tiers(config, clock, opened)
-        store = TieredStore(tiers, clock=clock, options=store_options(config), listeners=listeners)
+        spec = NamespaceSpec(namespace_of(model.spec, config))
+        host, device = _open_memory(config, clock, opened)
+        stored = store_options(config)
+        if beside.sidecar is None:
+            lowest = open_redis(config, clock)
+        else:
+            lowest = open_sidecar(beside.sidecar, spec, clock)
+            # It may ask a Redis of its own first, for as long as this worker would have asked one.
+            stored = replace(stored, probe_seconds=2 * stored.probe_seconds)
+        opened.callback(lowest.close)
+        tiers = Tiers(host, device, lowest)
+        store = TieredStore(tiers, clock=clock, options=stored, listeners=listeners, wake=beside.wake)
         decided = replace(options, redis_seconds=config.redis_acquire_seconds, eos_ids=model.spec.eos_ids)
-        worker = _wire(model, config, tiers, store, clock, decided)
+        worker = _wire(model, spec, tiers, store, clock, decided)
         opened.pop_all()
     return worker
 
 
-def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -> Tiers:
-    """The tiers, each closed by ``opened`` should a later one fail."""
+def _open_memory(
+    config: Config, clock: Callable[[], float], opened: ExitStack
+) -> tuple[HostTier, DeviceTier]:
+    """The tiers in memory, each closed by ``opened`` should a later one fail."""
     host = open_host(config, clock)
     opened.callback(host.close)
     # One model has one slot size, so its device memory is one extent: kernels then see one table.
@@ -123,23 +153,20 @@ def _open_tiers(config: Config, clock: Callable[[], float], opened: ExitStack) -
     )
     opened.callback(device.close)
     device.pin(host.file.data)
-    redis = open_redis(config, clock)
-    opened.callback(redis.close)
-    return Tiers(host, device, redis)
+    return host, device
 
 
 def _wire(
     model: LoadedModel,
-    config: Config,
+    spec: NamespaceSpec,
     tiers: Tiers,
     store: TieredStore,
     clock: Callable[[], float],
     options: EngineOptions,
 ) -> Worker:
-    spec = NamespaceSpec(namespace_of(model.spec, config))
     store.register(spec)
     assert isinstance(tiers.device, DeviceTier)
-    memory = KVMemory(tiers.device.tensor, model.spec, config.block_size)
+    memory = KVMemory(tiers.device.tensor, model.spec, spec.block_size)
     runner = Runner(model.model, memory)
     engine = Engine(runner, memory, store, spec.root, clock=clock, options=options)
     return Worker(engine, store, tiers, memory, runner, spec)

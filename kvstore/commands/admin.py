@@ -89,7 +89,10 @@ def set_quota(operator: Operator, tenant: str, share: str) -> Answer:
     """Guarantee a tenant a share of the pool, until the server ends."""
     share_bytes = _parse_share(share)
     operator.set_quota(tenant, share_bytes)
-    text = f"{tenant} is guaranteed {format_bytes(share_bytes)} until the server ends; tenants_file keeps it"
+    text = (
+        f"{tenant} is guaranteed {format_bytes(share_bytes)} until the server ends or reads its tenants_file "
+        "again; share_bytes in that file is for longer"
+    )
     return Answer({"tenant": tenant, "share_bytes": share_bytes}, [text])
 
 

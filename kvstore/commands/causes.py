@@ -24,8 +24,8 @@ CAUSES = {
         "see in `kvstore status` what a larger pool would hit; pin what must stay; Redis keeps what leaves",
     ),
     MissCause.EXPIRED: Words(
-        "it was in Redis, and nobody used it before its time to live was over",
-        "raise redis_ttl_seconds above the time between two uses",
+        "nobody used it before its time to live was over, in memory or in Redis",
+        "raise idle_ttl_seconds, or redis_ttl_seconds, above the time between two uses",
     ),
     MissCause.TAIL: Words(
         "the prompt ends inside it, or the last token has to be computed",

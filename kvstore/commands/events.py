@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kvstore.block import HASH_BYTES
-from kvstore.commands.output import Answer, counted
+from kvstore.commands.output import Answer, counted, epoch_text
 from kvstore.errors import ConfigError
 from kvstore.service.operator import Operator
 from kvstore.service.reports import BlockEvent, EventBatch
@@ -40,7 +40,7 @@ def _answers(batches: Iterator[EventBatch], operator: Operator, models: dict[byt
     for batch in batches:
         if batch.lost:
             text = "events were lost here: what is kept of blocks elsewhere has to be listed again"
-            yield Answer({"epoch": batch.epoch, "sequence": batch.sequence, "lost": True}, [text])
+            yield Answer({"epoch": epoch_text(batch.epoch), "sequence": batch.sequence, "lost": True}, [text])
         first = batch.sequence - len(batch.events) + 1
         for sequence, event in enumerate(batch.events, first):
             if event.namespace not in models:
@@ -58,7 +58,7 @@ def _answer(epoch: int, sequence: int, event: BlockEvent, model: str) -> Answer:
     hashes = [packed[at : at + HASH_BYTES].hex() for at in range(0, len(packed), HASH_BYTES)]
     what = f"removed from {event.tier} ({event.cause})" if event.removed else f"stored in {event.tier}"
     facts = {
-        "epoch": epoch,
+        "epoch": epoch_text(epoch),
         "sequence": sequence,
         "lost": False,
         "time": event.time,

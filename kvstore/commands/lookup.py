@@ -21,6 +21,7 @@ from kvstore.commands.output import (
 )
 from kvstore.errors import ConfigError
 from kvstore.service.client.messages import LookupResult
+from kvstore.service.codec import TIERS
 from kvstore.service.operator import Operator, PromptQuery
 from kvstore.service.reports import BlockReport, Explanation
 
@@ -53,7 +54,7 @@ class Run:
         return f"{self.cause}: {words.why}" if words else self.cause
 
 
-def parse_tiers(names: Sequence[str] | None, among: Sequence[TierName] = tuple(TierName)) -> list[TierName]:
+def parse_tiers(names: Sequence[str] | None, among: Sequence[TierName] = tuple(TIERS)) -> list[TierName]:
     """The tiers that ``--tier`` names; ConfigError for one that is not ``among`` those that can be named."""
     for name in names or ():
         if name not in set(among):
@@ -137,7 +138,7 @@ def _lookup_parts(prompt: PromptQuery, report: LookupResult) -> list[Part]:
     cached = f"cached: {counted(matched, 'token')} ({format_share(matched, tokens)})"
     if matched:
         cached += f", {format_count(report.verified_tokens)} of them with their token ids compared"
-    else:
+    elif tokens:
         cached += "; `kvstore explain` with the same arguments says why"
     rows = [
         (

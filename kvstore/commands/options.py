@@ -60,14 +60,18 @@ class ConfigOptions(OptionGroup):
         return cls(given["config"], {name: given[name] for name in _SETTINGS})
 
 
+def flags_of(name: str) -> tuple[str, ...]:
+    """The options of a setting, its own name first."""
+    return (f"--{name.replace('_', '-')}", *_ALSO.get(name, ()))
+
+
 def _option(name: str, annotation: object) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _setting(name: str, default: str) -> Parameter:
     described = typer.Option(
-        *_ALSO.get(name, ()),
-        f"--{name.replace('_', '-')}",
+        *flags_of(name),
         help=Config.model_fields[name].description,
         show_default=default,
         metavar="VALUE",

@@ -101,6 +101,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def epoch_text(epoch: int) -> str:
+    """An epoch for JSON: many programs that read that round integers beyond 2**53."""
+    return str(epoch)
+
+
 def format_bytes(size: int) -> str:
     """Three digits or so; exact below one KiB."""
     number = float(size)

@@ -17,6 +17,7 @@ from kvstore.commands.output import (
     Grid,
     Part,
     counted,
+    epoch_text,
     format_bytes,
     format_count,
     format_seconds,
@@ -109,6 +110,7 @@ def _busiest(namespaces: Sequence[NamespaceReport]) -> list[NamespaceReport]:
 def _facts(status: ServerStatus, busiest: Sequence[NamespaceReport]) -> dict[str, Any]:
     return {
         **asdict(status),
+        "epoch": epoch_text(status.epoch),
         "healthy": is_healthy(status),
         "busiest_namespaces": [
             {

@@ -18,9 +18,8 @@ def load_tokenizer(name: str) -> Callable[[str], list[int]]:
     """
     untyped: Any = transformers_logging
     untyped.set_verbosity_error()
-    loader: Any = AutoTokenizer
     try:
-        tokenizer = loader.from_pretrained(name)
+        tokenizer = _load(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(" .:")
         raise ConfigError(
@@ -33,3 +32,12 @@ def load_tokenizer(name: str) -> Callable[[str], list[int]]:
         return ids
 
     return tokenize
+
+
+def _load(name: str) -> Any:  # noqa: ANN401 - a tokenizer of transformers, which has no types
+    loader: Any = AutoTokenizer
+    try:
+        # What is at hand needs no network, which transformers would ask for what is new, for a minute.
+        return loader.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        return loader.from_pretrained(name)

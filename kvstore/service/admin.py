@@ -25,7 +25,7 @@ _EVENTS_MESSAGE_BYTES = 1 << 20
 _LISTED_AT_ONCE = 128
 _PAUSE_SECONDS = 0.0005
 _RECHECK_SECONDS = 5.0
-"""How long a watcher goes on after its token has expired."""
+"""How long a watcher to whom nothing happens goes on after its token has lost its validity."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -142,13 +142,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             # The first answer comes at once: with it the watcher has a cursor.
             yield admin_pb2.WatchEventsResponse(epoch=epoch, sequence=sequence, lost=lost)
             while not log.closed:
+                self._gate.check(context)
                 batch = log.after(sequence, _EVENTS_MESSAGE_BYTES)
                 if batch.changes or batch.lost:
                     sequence = batch.sequence
                     yield _events_message(epoch, batch)
                 else:
                     await log.wait(sequence, _RECHECK_SECONDS)
-                    self._gate.check(context)
             raise DrainingError("the server is shutting down; go on from this cursor at the next one")
 
     def _resident(self) -> tuple[Counter[tuple[TierName, bytes]], Counter[bytes]]:

@@ -286,6 +286,6 @@ class Clients:
         self._numbers[client.tenant.name] -= 1
 
     def _forget_idle(self, tenant: Tenant) -> None:
-        for client in [client for client in self._known.values() if client.tenant == tenant]:
+        for client in [client for client in self._known.values() if client.tenant.name == tenant.name]:
             if not client.writes and not client.streams and not self._store.lease_table.held_by(client.owner):
                 self._forget(client)

@@ -82,7 +82,8 @@ class Gate:
         wall_clock: Callable[[], float],
     ) -> None:
         """Without ``tenants`` the unix socket's permissions decide: whoever may open it is the admin."""
-        self._tenants = tenants
+        self.tenants = tenants
+        """Who may call; None: everybody."""
         self._observer = observer
         self._clock = clock
         self._wall_clock = wall_clock
@@ -124,10 +125,10 @@ class Gate:
 
     def refuse(self, method: str, metadata: Metadata) -> str | None:
         """Why a call is turned away whatever it says; None where its token is valid. Counts refusals."""
-        if self._tenants is None:
+        if self.tenants is None:
             return None
         try:
-            _tenant_of(self._tenants, metadata, self._wall_clock())
+            _tenant_of(self.tenants, metadata, self._wall_clock())
         except UnauthenticatedError as error:
             self._count_refusal(error)
             self._observer.rpc(method.rpartition("/")[2], "unauthenticated", 0.0)
@@ -139,10 +140,10 @@ class Gate:
         self._admit(context)
 
     def _admit(self, context: Context) -> Caller:
-        if self._tenants is None:
+        if self.tenants is None:
             # Whoever reaches a loopback port may be any user of this machine.
             return Caller(NOBODY, context.peer().startswith("unix:"))
-        tenant = _tenant_of(self._tenants, context.invocation_metadata() or (), self._wall_clock())
+        tenant = _tenant_of(self.tenants, context.invocation_metadata() or (), self._wall_clock())
         return Caller(tenant, tenant.admin)
 
     def _count_refusal(self, error: Exception) -> None:

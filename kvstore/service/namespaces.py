@@ -36,20 +36,29 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._by_tenant: dict[str, dict[bytes, Registered]] = {}
+        # A root has one tenant: the salt in it is that tenant's own.
+        self._by_root: dict[bytes, Registered] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_tenant.values()))
+        return len(self._by_root)
 
     def model_of(self, root: bytes) -> str:
         """The model's name; blocks of a namespace that nobody has registered since the start have none."""
-        for own in self._by_tenant.values():
-            known = own.get(root)
-            if known is not None:
-                return known.spec.namespace.model
-        return ""
+        known = self._by_root.get(root)
+        return "" if known is None else known.spec.namespace.model
+
+    def tenant_of(self, root: bytes) -> str | None:
+        """Whose namespace it is; None where nobody has registered it since the start."""
+        known = self._by_root.get(root)
+        return None if known is None else known.tenant
 
     def all(self) -> list[Registered]:
-        return [each for own in self._by_tenant.values() for each in own.values()]
+        return list(self._by_root.values())
+
+    def forget(self, tenant: str) -> None:
+        """Forget a tenant's namespaces: whoever is to use one has to register it again."""
+        for root in self._by_tenant.pop(tenant, {}):
+            del self._by_root[root]
 
     def admit(self, tenant: Tenant, spec: NamespaceSpec, cut: Parallelism) -> None:
         """LimitError when this would be one more than a tenant, or a namespace, may have."""
@@ -83,7 +92,7 @@ class Namespaces:
         root = spec.root
         known = own.get(root.digest)
         if known is None:
-            known = own[root.digest] = Registered(spec, root, tenant.name)
+            known = own[root.digest] = self._by_root[root.digest] = Registered(spec, root, tenant.name)
         if cut not in known.cuts:
             known.cuts.append(cut)
         return known

@@ -62,8 +62,20 @@ class Owner:
     def start(self) -> None:
         """Begin; must be called on the loop."""
         self._wake.bind(asyncio.get_running_loop(), self._store.pump)
-        self._spawn("tick", self._tick)
+        self.repeat("tick", self._tick)
         self._spawn("growth", self._grow)
+
+    def repeat(self, name: str, step: Callable[[], Awaitable[None]]) -> None:
+        """Run ``step`` again and again until ``stop``; how long it waits is its own affair."""
+
+        async def run() -> None:
+            while True:
+                await step()
+                if name in self.failing:
+                    self.failing.discard(name)
+                    await self._changed()
+
+        self._spawn(name, run)
 
     async def stop(self) -> None:
         """End the background tasks. The store stays open."""
@@ -116,13 +128,9 @@ class Owner:
                 return
 
     async def _tick(self) -> None:
-        while True:
-            self._store.pump()
-            self._sweep()
-            if "tick" in self.failing:
-                self.failing.discard("tick")
-                await self._changed()
-            await asyncio.sleep(_TICK_SECONDS)
+        self._store.pump()
+        self._sweep()
+        await asyncio.sleep(_TICK_SECONDS)
 
     async def _grow(self) -> None:
         """Reserve the pool's extents one by one; clients are served from the first one on."""

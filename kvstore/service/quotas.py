@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+from kvstore.quantity import format_bytes
 from kvstore.service.errors import InvalidRequestError, NotPossibleError
 from kvstore.service.namespaces import Namespaces
 from kvstore.service.tenants import Tenants
@@ -48,15 +49,22 @@ class Quotas:
         total = sum(self._shares.values()) - self._shares[tenant] + share_bytes
         if total > self._pool.limit_bytes:
             raise NotPossibleError(
-                f"{share_bytes} bytes for {tenant!r} make {total} bytes of guarantees, the pool has "
-                f"{self._pool.limit_bytes}; lower this or another share, or raise pool_bytes"
+                f"{format_bytes(share_bytes)} for {tenant!r} make {format_bytes(total)} of guarantees, the "
+                f"pool has {format_bytes(self._pool.limit_bytes)}; lower this or another share, or raise "
+                "pool_bytes"
             )
         self._shares[tenant] = share_bytes
         self._guarantee(tenant, share_bytes)
-        own = {each.root.digest for each in self._namespaces.all() if each.tenant == tenant}
-        for space in self._pool.spaces():
-            if space.namespace in own:
-                self._pool.regroup(space, self._groups[tenant])
+        self._regroup()
+
+    def replace(self, tenants: Tenants) -> None:
+        """Guarantee what ``tenants`` say, and nothing else: what was ``set`` is over."""
+        self._shares = {tenant.name: tenant.share_bytes for tenant in tenants}
+        for name in {*self._groups, *self._shares}:
+            share_bytes = self._shares.get(name, 0)
+            if share_bytes or name in self._groups:
+                self._guarantee(name, share_bytes)
+        self._regroup()
 
     def stageable(self, tenant: str) -> int:
         """Bytes that a tenant may have staged: all but what others are guaranteed, if anything is."""
@@ -66,11 +74,19 @@ class Quotas:
     def use(self) -> list[TenantUse]:
         """What each tenant has now."""
         ready = dict.fromkeys(self._shares, 0)
-        for each in self._namespaces.all():
-            if each.tenant in ready:
-                ready[each.tenant] += sum(size for _, size in self._store.resident(each.root.digest).values())
+        for tier in self._store.memory:
+            for space in tier.pool.spaces():
+                tenant = self._namespaces.tenant_of(space.namespace)
+                if tenant in ready:
+                    ready[tenant] += len(space.ready) * space.payload_bytes
         return [TenantUse(name, share, ready[name]) for name, share in self._shares.items()]
 
     def _guarantee(self, tenant: str, share_bytes: int) -> None:
         group = self._groups.setdefault(tenant, len(self._groups) + 1)
         self._pool.guarantee(group, share_bytes)
+
+    def _regroup(self) -> None:
+        """Count every block for the tenant whose it is now."""
+        for space in self._pool.spaces():
+            tenant = self._namespaces.tenant_of(space.namespace)
+            self._pool.regroup(space, _SHARED if tenant is None else self.group_of(tenant))

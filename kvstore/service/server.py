@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvstore.service.blocks import BlockService
 from kvstore.service.codec import MESSAGE_BYTES
 from kvstore.service.doorman import Doorman
 from kvstore.service.gate import Gate
+from kvstore.service.listening import require_free_port
 from kvstore.service.lookup import LookupService
 from kvstore.v1 import (
     admin_pb2,
@@ -107,6 +107,7 @@ class Server:
     def _listen(self, address: Address) -> str:
         if address.path is not None:
             return self._listen_on_socket(address.path)
+        require_free_port(address)
         try:
             if self._credentials is None:
                 port = self._grpc.add_insecure_port(str(address))
@@ -138,36 +139,6 @@ class Server:
         finally:
             os.umask(before)
         return f"unix:{path}"
-
-
-def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """TLS, mutual where a CA for clients is given. ConfigError where a file is not what it should be."""
-    ca = None if client_ca is None else _read("tls_client_ca", client_ca)
-    pair = (_read("tls_key", key), _read("tls_cert", cert))
-    # gRPC finds out when it listens, and then says nothing of the files.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"tls_cert {cert} and tls_key {key} are no certificate with its private key, in PEM, without a "
-            f"password: {error.reason or error}; correct one of them"
-        ) from error
-    try:
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"tls_client_ca {client_ca} holds no certificate in PEM: {error.reason or error}; correct it"
-        ) from error
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
-
-
-def _read(field: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{field} {path} cannot be read: {error.strerror}; correct the path") from error
 
 
 def _make_way(path: Path) -> None:

@@ -10,13 +10,14 @@
     maps_pool = true                           # may map the pool file, hence read what all tenants stored
     admin = true                               # may ask for the status, clear, pin, set shares, watch events
 
-The file and those that it names are read when the server starts: a change needs a restart, which keeps the
-blocks. Nobody but their owner may read them (mode 600), or also a group where they are root's (640).
+The file and those that it names are read when the server starts, and again at each SIGHUP; where they are
+not right then, what they said before holds. Nobody but their owner may read them (mode 600), or also a group
+where they are root's (640).
 
 A token does not stand in the file itself, only its SHA-256 or the name of a file that holds it, so that
 who sees the configuration cannot log in. Two tokens of one tenant are valid at the same time: a new one
-is added, the server restarts, clients move to it, the old one is taken out, the server restarts. The salt
-is part of every block's identity: with another salt all that a tenant has stored is out of its reach.
+is added, clients move to it, the old one is taken out. The salt is part of every block's identity: with
+another salt all that a tenant has stored is out of its reach.
 
 An admin sees and clears what all tenants have, but reads no block of another: a prompt that it names, to
 look it up or to pin it, is one of its own tenant.

@@ -33,9 +33,11 @@ _PERHAPS = len(_CAUSES)
 _LEFT = {
     RemovalCause.CAPACITY: _EVICTED,
     RemovalCause.RECLAIMED: _EVICTED,
+    RemovalCause.EXPIRED: _EXPIRED,
     RemovalCause.CORRUPT: _CORRUPT,
     RemovalCause.CLEARED: _UNKNOWN,
 }
+_REMOTE = (TierName.SIDECAR, TierName.REDIS)
 _NOT_THERE = 0
 
 
@@ -58,9 +60,10 @@ class Absences:
     """What is known of blocks that are nowhere.
 
     ``evicted`` left memory because room was needed, or redis gave it up before its time; ``expired``
-    was saved to redis at least its time to live ago; ``corrupt`` was removed since its bytes were
-    damaged. ``cold`` was never here; ``unknown`` may have been: it was cleared, its set has
-    overflowed, or its namespace was taken over from an earlier server, whose evictions nobody knows.
+    left memory unused for its time to live, or was saved to redis at least that of redis ago; ``corrupt``
+    was removed since its bytes were damaged. ``cold`` was never here; ``unknown`` may have been: it was
+    cleared, its set has overflowed, or its namespace was taken over from an earlier server, whose
+    evictions nobody knows.
     """
 
     def __init__(self, size_bytes: int, ttl_seconds: float, inherited: Collection[bytes] = ()) -> None:
@@ -79,9 +82,9 @@ class Absences:
         if isinstance(event, BlocksRemoved):
             digests = _digests(event.namespace, event.hashes)
             self._left.put(digests, _LEFT[event.cause])
-            if event.tier is TierName.REDIS:
+            if event.tier in _REMOTE:
                 self._saved.put(digests, _NOT_THERE)
-        elif isinstance(event, BlocksStored) and event.tier is TierName.REDIS:
+        elif isinstance(event, BlocksStored) and event.tier in _REMOTE:
             self._saved.put(_digests(event.namespace, event.hashes), _second(event.time))
 
     def missing(self, namespace: bytes, hashes: bytes, now: float, *, asked_redis: bool) -> Missing:

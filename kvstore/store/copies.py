@@ -30,6 +30,12 @@ class Copies:
         lacking: NDArray[np.bool_] = self._until[slots] <= now
         return lacking
 
+    def coming(self, slots: SlotArray) -> NDArray[np.bool_]:
+        """Which of these slots hold blocks that redis is being given now."""
+        self._cover(slots)
+        coming: NDArray[np.bool_] = self._until[slots] == _ON_ITS_WAY
+        return coming
+
     def begin(self, slots: SlotArray) -> None:
         """Copies of these are on their way."""
         self._cover(slots)

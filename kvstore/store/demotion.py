@@ -58,7 +58,7 @@ class Demotions:
         self._parts = parts
         self._mode = parts.demotes
         self._copies = parts.copies
-        self._redis = parts.tiers.redis
+        self._remote = parts.tiers.remote
         self._host = parts.tiers.host
         self._device = parts.tiers.device
         self._mailbox = parts.mailbox
@@ -87,6 +87,14 @@ class Demotions:
         """Blocks became READY in ``tier``: queue them for the tier below."""
         if tier is TierName.DEVICE or self._mode is Demotion.WRITE_THROUGH:
             self._queue(tier, rows, slots, payload_bytes)
+
+    def offer_again(self, rows: BlockRows) -> None:
+        """Queue the leading run that the host tier has, but for what waits already, for the tier below."""
+        slots = self._host.pool.match(rows).slots
+        wanted = np.flatnonzero(~self._copies.coming(slots))
+        if self._mode is not None and len(wanted):
+            size = self._space(self._host, rows.namespace, rows.shard).payload_bytes
+            self._queue(TierName.HOST, rows.pick(wanted), slots[wanted], size)
 
     def used(self, lease: Lease) -> None:
         """A request has used its run: what has been hit often enough by now goes to redis, heads first."""
@@ -142,7 +150,7 @@ class Demotions:
 
     def _queue(self, tier: TierName, rows: BlockRows, slots: SlotArray, payload_bytes: int) -> None:
         room = max(0, self._limit_bytes - self.queued_bytes) // payload_bytes
-        below = TierName.HOST if tier is TierName.DEVICE else TierName.REDIS
+        below = TierName.HOST if tier is TierName.DEVICE else self._remote.name
         if room < len(slots):
             self._drop(below, rows, len(slots) - room, DropCause.QUEUE)
             rows, slots = rows.slice(0, room), slots[:room]
@@ -219,7 +227,7 @@ class Demotions:
         began, seconds = self._clock(), self._options.flight_seconds
         self._sending.append(entry)
         self._mailbox.submit(
-            lambda: self._redis.save(entry.rows, views, checksums, self._clock() + seconds),
+            lambda: self._remote.save(entry.rows, views, checksums, self._clock() + seconds),
             lambda outcomes: self._sent(entry, outcomes, began),
         )
 
@@ -236,12 +244,12 @@ class Demotions:
             self._copies.end(entry.slots, now, there=there)
         stored = np.flatnonzero([outcome is SaveOutcome.STORED for outcome in results])
         if len(stored):
-            self._emit(BytesMoved(now, TierName.HOST, TierName.REDIS, len(stored) * size, now - began))
-            self._report_stored(TierName.REDIS, rows.pick(stored), size)
+            self._emit(BytesMoved(now, TierName.HOST, self._remote.name, len(stored) * size, now - began))
+            self._report_stored(self._remote.name, rows.pick(stored), size)
         for outcome, cause in _DROPS.items():
             lost = results.count(outcome)
             if lost:
-                self._drop(TierName.REDIS, rows, lost, cause)
+                self._drop(self._remote.name, rows, lost, cause)
         self.step()
 
     def _drop(self, tier: TierName, rows: BlockRows, blocks: int, cause: DropCause) -> None:

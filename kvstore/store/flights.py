@@ -76,7 +76,7 @@ class Flights:
         ``extend(lease, fetched)`` is called when blocks arrived, ``landed(lease, end, cause)`` when
         no more will: at block ``end`` the flight broke for ``cause``, None if not for this lease.
         """
-        self._redis = parts.tiers.redis
+        self._remote = parts.tiers.remote
         self._host = parts.tiers.host
         self._mailbox = parts.mailbox
         self._options = parts.options
@@ -115,7 +115,7 @@ class Flights:
 
         def ask() -> tuple[TierMatch, float]:
             began = self._clock()
-            return self._redis.match(rows, deadline), self._clock() - began
+            return self._remote.match(rows, deadline), self._clock() - began
 
         def answered(answer: tuple[TierMatch, float] | None) -> None:
             match, seconds = answer or (TierMatch(0, MissCause.UNAVAILABLE), 0.0)
@@ -188,7 +188,7 @@ class Flights:
         began, seconds = self._clock(), self._options.flight_seconds
         # Its time begins when a thread takes it up: it may wait behind other batches.
         self._mailbox.submit(
-            lambda: self._redis.load(batch.rows, views, self._clock() + seconds),
+            lambda: self._remote.load(batch.rows, views, self._clock() + seconds),
             lambda result: self._fetched(flight, batch, result, began),
         )
 
@@ -228,7 +228,7 @@ class Flights:
         self._failpoint(Step.PROMOTION_COMMITTED)
         size = flight.space.payload_bytes
         self._came_bytes += len(slots) * size
-        self._emit(BytesMoved(now, TierName.REDIS, TierName.HOST, len(slots) * size, now - began))
+        self._emit(BytesMoved(now, self._remote.name, TierName.HOST, len(slots) * size, now - began))
         self._report_stored(TierName.HOST, rows, size)
         self._copies.end(slots, now, there=np.ones(len(slots), dtype=np.bool_))
 
@@ -283,7 +283,7 @@ class Flights:
             now, size = self._clock(), flight.space.payload_bytes
             self._emit(
                 BlocksRemoved(
-                    now, TierName.REDIS, rows.namespace, rows.shard, hashes, RemovalCause.CORRUPT, size
+                    now, self._remote.name, rows.namespace, rows.shard, hashes, RemovalCause.CORRUPT, size
                 )
             )
 

@@ -80,7 +80,7 @@ class Holding:
         for shard, run in runs.items():
             segments = cut(run.segments, lease.first_block + blocks)
             if fetched:
-                segments = credit(segments, fetched)
+                segments = credit(segments, fetched, self._parts.tiers.remote.name)
             lease.segments.setdefault(shard, []).extend(segments)
             for segment in segments:
                 self._tier[segment.tier].pool.pin(segment.slots, lease.deadline)
@@ -192,7 +192,7 @@ class Holding:
             asked[tier.name] = left
             left -= hits.get(tier.name, 0)
         if lease.asked_redis:
-            asked[TierName.REDIS] = lease.asked_redis * size
+            asked[self._parts.tiers.remote.name] = lease.asked_redis * size
         return RequestSettled(
             self._clock(),
             chain.namespace,

@@ -56,17 +56,17 @@ def cut(segments: list[Segment], stop: int) -> list[Segment]:
     return [Segment(s.tier, s.start, s.slots[: stop - s.start], s.source) for s in segments if s.start < stop]
 
 
-def credit(segments: list[Segment], fetched: Container[int]) -> list[Segment]:
-    """Split segments so that blocks in host slots just ``fetched`` count as served by redis."""
+def credit(segments: list[Segment], fetched: Container[int], remote: TierName) -> list[Segment]:
+    """Split segments so that blocks in host slots just ``fetched`` count as served by the ``remote`` tier."""
     credited: list[Segment] = []
     for segment in segments:
         if segment.tier is not TierName.HOST:
             credited.append(segment)
             continue
-        from_redis = np.fromiter((slot in fetched for slot in segment.slots.tolist()), np.bool_)
-        edges = [0, *(np.flatnonzero(np.diff(from_redis)) + 1).tolist(), len(from_redis)]
+        came = np.fromiter((slot in fetched for slot in segment.slots.tolist()), np.bool_)
+        edges = [0, *(np.flatnonzero(np.diff(came)) + 1).tolist(), len(came)]
         for start, stop in pairwise(edges):
-            source = TierName.REDIS if from_redis[start] else segment.source
+            source = remote if came[start] else segment.source
             part = segment.slots[start:stop]
             credited.append(Segment(segment.tier, segment.start + start, part, source))
     return credited

@@ -27,16 +27,24 @@ _FOR_ROOM = {RemovalCause.CAPACITY, RemovalCause.RECLAIMED}
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of a store. Without a device, the host is the fastest; redis may be absent."""
+    """The tiers of a store. Without a device, the host is the fastest.
+
+    ``remote`` is the tier below them that is asked and not owned: Redis, a sidecar in its place, or none.
+    """
 
     host: HostTier
     device: MemoryTier | None = None
-    redis: Tier = field(default_factory=lambda: NullTier(TierName.REDIS))
+    remote: Tier = field(default_factory=lambda: NullTier(TierName.REDIS))
 
     @property
     def memory(self) -> tuple[MemoryTier, ...]:
         """Tiers in this process's reach, fastest first."""
         return (self.host,) if self.device is None else (self.device, self.host)
+
+    @property
+    def all(self) -> tuple[Tier, ...]:
+        """Fastest first."""
+        return (*self.memory, self.remote)
 
 
 def absences_of(tiers: Tiers, options: StoreOptions) -> Absences:
@@ -71,7 +79,7 @@ class Parts:
     @property
     def demotes(self) -> Demotion | None:
         """When blocks of the host tier go to redis; None where there is none."""
-        return None if isinstance(self.tiers.redis, NullTier) else self.options.demotion
+        return None if isinstance(self.tiers.remote, NullTier) else self.options.demotion
 
     def report_stored(self, tier: TierName, rows: BlockRows, payload_bytes: int) -> None:
         """Blocks became readable. Removals go first: what was evicted may be what has come back."""
@@ -111,4 +119,4 @@ class Parts:
         self.copies.forget(gone.slots)
         if lost and not gone.whole and self.demotes is Demotion.ON_EVICT and gone.cause in _FOR_ROOM:
             namespace = gone.space.namespace
-            self.bus.emit(BlocksDropped(now, TierName.REDIS, namespace, lost, DropCause.QUEUE))
+            self.bus.emit(BlocksDropped(now, self.tiers.remote.name, namespace, lost, DropCause.QUEUE))

@@ -56,13 +56,13 @@ class Probe:
         """``tiers`` None asks all of them, and redis only for what follows the run in memory."""
         self._size = chain.root.block_size
         self._compared = chain.tokens is not None
-        self._redis = parts.tiers.redis
+        self._remote = parts.tiers.remote
         self._memory = [tier for tier in parts.tiers.memory if tiers is None or tier.name in tiers]
         self._rows = [chain.rows(shard) for shard in shards]
         self._runs = [local_run(self._memory, rows) for rows in self._rows]
         self._run = min(self._runs, key=lambda run: run.blocks)
-        absent = isinstance(self._redis, NullTier)
-        self._asks_alone = not absent and tiers is not None and TierName.REDIS in tiers
+        absent = isinstance(self._remote, NullTier)
+        self._asks_alone = not absent and tiers is not None and self._remote.name in tiers
         asks = not absent and tiers is None and self._run.blocks < len(chain)
         self.asks_redis = (asks or self._asks_alone) and len(chain) > 0
 
@@ -72,11 +72,11 @@ class Probe:
 
     def _ask(self, rows: BlockRows, run: LocalRun, deadline: float) -> tuple[int, int]:
         # A run may go on in redis without its head, which an eviction may have taken.
-        own = self._redis.match(rows, deadline).blocks if self._asks_alone or not run.blocks else 0
+        own = self._remote.match(rows, deadline).blocks if self._asks_alone or not run.blocks else 0
         if own > run.blocks or run.blocks == len(rows) or not run.blocks:
             return own, max(own, run.blocks)
         rest = rows.slice(run.blocks, len(rows))
-        return own, run.blocks + self._redis.match(rest, deadline).blocks
+        return own, run.blocks + self._remote.match(rest, deadline).blocks
 
     def answer(self, redis: list[tuple[int, int]] | None) -> Lookup:
         """The look-up, with what ``ask`` returned; None when redis was not asked or did not answer."""
@@ -84,10 +84,10 @@ class Probe:
         matched = local if not redis else max(local, min(end for _, end in redis))
         served = _served(self._run, size)
         if matched > local:
-            served[TierName.REDIS] = (matched - local) * size
+            served[self._remote.name] = (matched - local) * size
         alone = {tier.name: self._alone(tier) * size for tier in self._memory}
         if redis and self._asks_alone:
-            alone[TierName.REDIS] = min(own for own, _ in redis) * size
+            alone[self._remote.name] = min(own for own, _ in redis) * size
         return Lookup(matched * size, local * size if self._compared else 0, served, alone)
 
     def _alone(self, tier: MemoryTier) -> int:
@@ -144,7 +144,7 @@ class Explanation:
         tiers = [tier.name for tier in holders]
         redis_has = self._in_redis[block] if self._in_redis is not None else False
         if redis_has:
-            tiers.append(TierName.REDIS)
+            tiers.append(self._parts.tiers.remote.name)
         age = idle = None
         if holders:
             found = history(holders[0].pool.extents, matches[holders[0]].slots)

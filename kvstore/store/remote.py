@@ -15,7 +15,7 @@ class Remote:
     """Asks redis for what a lease lacks, again where the answer was to another prompt's question."""
 
     def __init__(self, parts: Parts, holding: Holding) -> None:
-        self._redis = parts.tiers.redis
+        self._remote = parts.tiers.remote
         self._holding = holding
         gate = LoadGate(parts.options.recompute_tokens_per_second, parts.clock)
         self._flights = Flights(parts, holding.extend, self._landed, gate)
@@ -23,7 +23,7 @@ class Remote:
     def ask(self, lease: Lease) -> None:
         """Begin to promote what follows the run; ``lease.pending`` says whether anything may come."""
         # What comes from redis is kept under its tokens; who has none gets what is here.
-        if isinstance(self._redis, NullTier) or not lease.chain.known_by_tokens:
+        if isinstance(self._remote, NullTier) or not lease.chain.known_by_tokens:
             return
         lease.asked_redis = max(lease.asked_redis, len(lease.chain) - lease.end)
         lease.asked_at, lease.broke = lease.end, None

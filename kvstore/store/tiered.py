@@ -23,6 +23,7 @@ from kvstore.spec import NamespaceSpec
 from kvstore.store.copies import Copies
 from kvstore.store.demotion import Demotions
 from kvstore.store.holding import Holding
+from kvstore.store.idle import IdleBlocks
 from kvstore.store.inherited import Inherited
 from kvstore.store.inventory import clear, resident
 from kvstore.store.mailbox import Mailbox
@@ -35,7 +36,7 @@ from kvstore.store.registry import Registry
 from kvstore.store.remote import Remote
 from kvstore.store.write import Write
 from kvstore.store.writes import Writes
-from kvstore.tiers.base import Tier, TierStatus
+from kvstore.tiers.base import TierStatus
 from kvstore.tiers.host import HostTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.null import NullTier
@@ -60,9 +61,8 @@ class TieredStore:
         mailbox = Mailbox(options.threads, wake)
         absences = absences_of(tiers, options)
         bus = EventBus((absences, *listeners))
-        copies = Copies(options.ttl_seconds)
+        self._clock, copies = clock, Copies(options.ttl_seconds)
         self._parts = Parts(tiers, options, clock, mailbox, bus, absences, copies, failpoint)
-        self._clock = clock
         self._registry = Registry(self._parts)
         self._demotions = Demotions(self._parts)
         self._holding = Holding(self._parts, self._demotions.used)
@@ -70,6 +70,7 @@ class TieredStore:
         self._writes = Writes(self._parts, self._demotions)
         self._pins = Pins(self._parts)
         self._inherited = Inherited(self._parts)
+        self._idle = IdleBlocks(self._parts)
 
     @property
     def host(self) -> HostTier:
@@ -104,9 +105,8 @@ class TieredStore:
         ``probe_seconds``; its part of the run is unverified.
         """
         probe = self._probe(chain, shards, tiers)
-        if not probe.asks_redis:
-            return probe.answer(None)
-        return probe.answer(probe.ask(self._clock() + self._parts.options.probe_seconds))
+        deadline = self._clock() + self._parts.options.probe_seconds
+        return probe.answer(probe.ask(deadline) if probe.asks_redis else None)
 
     def begin_lookup(
         self,
@@ -126,7 +126,7 @@ class TieredStore:
     def begin_explain(self, chain: Chain, shard: Shard, then: Callable[[Explanation], None]) -> None:
         """Block by block, where it is or why it is not; ``then`` as in ``begin_lookup``."""
         self._registry.require(chain, (shard,))
-        rows, redis = chain.rows(shard), self._parts.tiers.redis
+        rows, redis = chain.rows(shard), self._parts.tiers.remote
         if isinstance(redis, NullTier) or not len(rows):
             then(Explanation(self._parts, rows, None))
             return
@@ -296,11 +296,16 @@ class TieredStore:
         What is overdue ends, as with ``tick``.
         """
         self.tick()
+        self._idle.expire()
         self._demotions.make_room()
         self._demotions.step()
         self._parts.mailbox.collect(timeout)
         self._demotions.step()
         self._parts.report_removed()
+
+    def offer(self, chain: Chain, first_block: int, shard: Shard = WHOLE) -> None:
+        """Queue the host tier's blocks once more for the tier below, which lost them or never got them."""
+        self._demotions.offer_again(chain.rows(shard, first_block))
 
     def tick(self) -> None:
         """End what is overdue: leases, and the writes of writers that went silent.
@@ -328,8 +333,7 @@ class TieredStore:
         return {tier.name: tier.pool.usage() for tier in self.memory}
 
     def status(self) -> dict[TierName, TierStatus]:
-        tiers: tuple[Tier, ...] = (*self._parts.tiers.memory, self._parts.tiers.redis)
-        return {tier.name: tier.status() for tier in tiers}
+        return {tier.name: tier.status() for tier in self._parts.tiers.all}
 
     @property
     def idle(self) -> bool:
@@ -373,8 +377,7 @@ class TieredStore:
     def close(self) -> None:
         """Let running transfers end and close every tier. What is queued is lost."""
         self._parts.mailbox.close()
-        tiers: tuple[Tier, ...] = (*self._parts.tiers.memory, self._parts.tiers.redis)
-        for tier in tiers:
+        for tier in self._parts.tiers.all:
             tier.close()
 
     def _probe(self, chain: Chain, shards: tuple[Shard, ...], tiers: Collection[TierName] | None) -> Probe:

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,11 @@ Offsets = NDArray[np.int64]
 _MACHINE = platform.machine()
 _ORDERED_MACHINES = ("x86_64", "AMD64")
 """Those on which stores become visible in the order in which they were made, and loads are in order too."""
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_POPULATED_AT_ONCE_BYTES = 2 * 2**20
+_POPULATE_PAUSE_SECONDS = 0.001
+_MOST_POPULATED_BYTES = 8 * 2**30
+"""Page tables take a 512th of what is populated."""
 
 
 class ClientNumberTaken(PoolError):  # noqa: N818 - it names what happened, not a fault
@@ -103,6 +109,7 @@ class PoolView:
         self._epoch = self.memory[EPOCH_AT : EPOCH_AT + 8].view("<u8")
         self._layouts: dict[int, _Layout] = {}
         self._numbers: dict[bytes, int] = {}
+        self._closed = threading.Event()
         if self.epoch != epoch:
             found = self.epoch
             self.close()
@@ -168,12 +175,49 @@ class PoolView:
             memory.setflags(write=False)  # what is cut from it is read-only too
         return [memory[at : at + size] for at in offsets.tolist()]
 
+    def populate(self) -> None:
+        """Map the pages of the blocks that are there, so that their first reader need not wait for it.
+
+        For a thread of its own: it takes a while, holds the interpreter's lock for moments only, and
+        ends early when the view is closed, at 8 GiB, and where the kernel cannot.
+        """
+        left = _MOST_POPULATED_BYTES
+        for extent in range(self._geometry.extents):
+            start, stop = self._written(extent)
+            stop = min(stop, start + left)
+            left -= stop - start
+            for at in range(start, stop, _POPULATED_AT_ONCE_BYTES):
+                mapped = self._map
+                if mapped is None:
+                    return
+                try:
+                    mapped.madvise(_MADV_POPULATE_READ, at, min(_POPULATED_AT_ONCE_BYTES, stop - at))
+                except OSError:
+                    return
+                del mapped  # it would keep the client's number locked
+                if self._closed.wait(_POPULATE_PAUSE_SECONDS):
+                    return
+
+    def _written(self, extent: int) -> tuple[int, int]:
+        """From where to where in the file an extent has blocks, its table included; whole pages."""
+        start = self._geometry.data_at + extent * self._geometry.extent_bytes
+        layout = self._layout(extent)
+        if layout is None:
+            return start, start
+        used = np.flatnonzero(layout.table.generation & np.uint64(1) == 0)
+        if not len(used):
+            return start, start
+        record = layout.record
+        end = self._geometry.data_at + record.data_offset + (int(used[-1]) + 1) * record.slot_bytes
+        return start, min(start + self._geometry.extent_bytes, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE)
+
     def close(self) -> None:
         """Let go of the mapping. Idempotent.
 
         Memory that somebody has a view of stays mapped, and the client's number locked, until the
         last view is gone: it can still be written to.
         """
+        self._closed.set()
         self.memory = np.zeros(0, dtype=np.uint8)
         self._epoch = np.zeros(1, dtype=np.uint64)
         self._layouts.clear()

@@ -154,6 +154,15 @@ class RedisTier:
         answers = self._exchanges.ask(Lane.BULK, _blocks_of(rows), deadline, exchange)
         return sum(answer for answer in answers if isinstance(answer, int))
 
+    @property
+    def reached(self) -> bool:
+        """Whether every server has answered, and none is given up."""
+        return self._topology.reached
+
+    def reach(self, deadline: float) -> None:
+        """Find out by ``deadline`` whether those answer that are not ``reached``; ``status`` then says so."""
+        self._topology.reach(deadline)
+
     def status(self) -> TierStatus:
         return self._topology.status()
 

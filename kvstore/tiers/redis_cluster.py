@@ -6,6 +6,7 @@ import threading
 from _thread import start_new_thread
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from kvstore.block import HASH_BYTES
 from kvstore.tiers.base import TierStatus
@@ -95,6 +96,21 @@ class Cluster:
     def breakers(self) -> dict[str, bool]:
         with self._changed:
             return {node.place: node.given_up for node in self._nodes.values()}
+
+    @property
+    def reached(self) -> bool:
+        with self._changed:
+            nodes = list(self._nodes.values())
+            return bool(self._slots) and all(node.reached for node in nodes)
+
+    def reach(self, deadline: float) -> None:
+        if not self._slots:
+            with suppress(OSError):
+                self._first_slots(deadline)
+        with self._changed:
+            nodes = list(self._nodes.values()) if self._slots else []
+        for node in nodes:
+            node.reach(deadline)
 
     def status(self) -> TierStatus:
         """Healthy while its slots are known, or were not needed yet, and every node answers."""

@@ -126,6 +126,13 @@ class EmbeddedRedis:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Its exit status once it has ended, minus the signal that ended it; None where that takes longer."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def log(self) -> str:
         """The last lines that the server wrote."""
         return (self._directory / "redis.log").read_bytes()[-_LOG_TAIL_BYTES:].decode("utf-8", "replace")
@@ -134,11 +141,9 @@ class EmbeddedRedis:
         """End the server, with its contents. Idempotent."""
         if self.is_running:
             self._process.terminate()
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+            if self.wait(_STOP_SECONDS) is None:
                 self._process.kill()
-        self._process.wait()
+        self.wait()
         if self._owns_directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 

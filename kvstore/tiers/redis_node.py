@@ -7,7 +7,7 @@ import threading
 from _thread import start_new_thread
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from kvstore.tiers.redis_wire import Clock, StreamError, Wire
 logger = logging.getLogger(__name__)
 
 _RENEW_SECONDS = 0.5
+_CERTAIN_FAILURES = 3
+"""As many as the breaker wants to see in a row."""
 _AT_ONCE = float("-inf")
 
 
@@ -97,6 +99,7 @@ class Node:
         self._errors = ErrorLog(self._place, clock, expected_errors)
         self._last_error = ""
         self._policy_known = False
+        self._has_answered = False
         self._renewed_at = float("-inf")
         self._closed = False
         # Guards what is above; notified when somebody who waits may have to look again.
@@ -120,6 +123,25 @@ class Node:
         """Whether calls fail at once, since the server did not answer."""
         with self._changed:
             return self._breaker.opened_at is not None
+
+    @property
+    def reached(self) -> bool:
+        """Whether it has answered, and is not given up."""
+        with self._changed:
+            return self._has_answered and self._breaker.opened_at is None
+
+    def reach(self, deadline: float) -> None:
+        """Find out by new connections whether it answers, where it is not ``reached``: ``status`` then says.
+
+        Ends by ``deadline``, also where that was too soon to tell.
+        """
+        for _ in range(_CERTAIN_FAILURES):
+            if self.reached:
+                return
+            with self._changed:
+                self._shut_idle()
+            with suppress(OSError), self.borrow(Lane.PROBE, deadline):
+                return
 
     def status(self) -> TierStatus:
         """Healthy while it answers, whatever it answers; then ``reason`` names its current errors."""
@@ -302,7 +324,7 @@ class Node:
 
     def _succeeded(self) -> None:
         with self._changed:
-            recovered = self._breaker.succeed()
+            recovered, self._has_answered = self._breaker.succeed(), True
         if recovered:
             logger.info("redis %s answers again", self._place)
 

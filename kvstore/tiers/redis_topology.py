@@ -48,6 +48,13 @@ class Topology(Protocol):
     def breakers(self) -> dict[str, bool]:
         """Whether a node is given up for now, by its place."""
 
+    @property
+    def reached(self) -> bool:
+        """Whether every server has answered, and none is given up."""
+
+    def reach(self, deadline: float) -> None:
+        """Find out by ``deadline`` whether those answer that are not reached; ``status`` then says so."""
+
     def status(self) -> TierStatus: ...
 
     def close(self) -> None:
@@ -79,6 +86,13 @@ class OneServer:
 
     def breakers(self) -> dict[str, bool]:
         return {self._node.place: self._node.given_up}
+
+    @property
+    def reached(self) -> bool:
+        return self._node.reached
+
+    def reach(self, deadline: float) -> None:
+        self._node.reach(deadline)
 
     def status(self) -> TierStatus:
         return self._node.status()

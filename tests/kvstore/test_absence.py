@@ -20,6 +20,7 @@ SPACE = b"n" * 16
 LEFT = {
     RemovalCause.CAPACITY: MissCause.EVICTED,
     RemovalCause.RECLAIMED: MissCause.EVICTED,
+    RemovalCause.EXPIRED: MissCause.EXPIRED,
     RemovalCause.CORRUPT: MissCause.CORRUPT,
     RemovalCause.CLEARED: MissCause.UNKNOWN,
 }

@@ -57,7 +57,7 @@ def test_events_tell_of_blocks_that_come_and_go_from_a_cursor_on() -> None:
     chain = make_chain(spec, "abc")
     with sidecar() as alone, client_of(MAPPED, alone.address) as client, Operator(alone.address) as operator:
         first = next(operator.events())
-        assert first == EventBatch(alone.serving["epoch"], first.sequence, lost=False, events=())
+        assert first == EventBatch(int(alone.serving["epoch"]), first.sequence, lost=False, events=())
         store(client.namespace(spec), "abc")
         operator.clear(namespace=spec.root.digest)
         events: list[BlockEvent] = []

@@ -321,7 +321,14 @@ def test_a_write_is_filled_and_summed_in_one_pass(client: Client, kind: Kind) ->
     with namespace.write(chain) as write:
         with pytest.raises(WriteError, match="3 payloads were given for 4 blocks"):
             write.copy_in(sources[:3])
-        write.copy_in(sources)
+        with pytest.raises(WriteError, match="a payload has 3 bytes, expected 1024"):
+            write.copy_in([*sources[:3], b"abc"])
+        with pytest.raises(WriteError, match=r"a payload is a str \(.*\), expected a buffer of 1024 bytes"):
+            write.copy_in(["a" * 1024, *sources[1:]])  # type: ignore[list-item]
+        with pytest.raises(WriteError, match="a payload is a ndarray"):
+            write.copy_in([np.array([None] * 8), *sources[1:]])
+        as_floats, apart = sources[0].view(np.float32).reshape(16, 16), np.repeat(sources[1], 2)[::2]
+        write.copy_in([as_floats, apart, sources[2].tobytes(), sources[3].data])
     assert write.committed_blocks == 4
     with namespace.acquire(chain) as lease:
         assert_right(lease, chain, 4)

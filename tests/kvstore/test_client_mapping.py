@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,3 +72,27 @@ def test_a_streaming_client_enters_none() -> None:
     options = ClientOptions(map_pool=False, around_mapping=contextmanager(around))
     with sidecar() as server, Client(server.address, options=options) as client:
         put(client.namespace(spec), make_chain(spec, "ab"))
+
+
+def test_pages_are_mapped_before_anybody_reads() -> None:
+    spec = make_spec("populated", payload_bytes=1 << 18)
+    chain = make_chain(spec, "abcdefgh")
+    faults = {}
+    with sidecar() as server:
+        with Client(server.address) as writer:
+            put(writer.namespace(spec), chain)
+        for populate in (True, False):
+            with Client(server.address, options=ClientOptions(populate=populate)) as client:
+                client.namespace(spec).register()
+                for thread in threading.enumerate():
+                    if thread.name == "kvstore-populate":
+                        thread.join()
+                with client.namespace(spec).acquire(chain) as lease:
+                    payloads = lease.views()
+                    assert len(payloads) == len(chain)
+                    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+                    for payload in payloads:
+                        payload.max()
+                    faults[populate] = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+                    del payload, payloads
+    assert faults[True] < len(chain) <= faults[False], faults

@@ -280,7 +280,7 @@ def test_a_client_number_that_is_taken_is_changed(monkeypatch: pytest.MonkeyPatc
             assert_right(lease, CHAIN, 8)
         assert namespace.mapped
         with pytest.raises(Exception, match="client number 7 is in use"):
-            PoolView(Path(server.serving["pool_path"]), server.serving["epoch"], 7)
+            PoolView(Path(server.serving["pool_path"]), int(server.serving["epoch"]), 7)
 
 
 @pytest.mark.parametrize("fault", [Fault.CLOSE, Fault.STALL])

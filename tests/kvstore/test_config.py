@@ -208,6 +208,11 @@ def test_wrong_names_and_wrong_values_are_reported_at_once(tmp_path: Path) -> No
     ]
 
 
+def test_what_all_names_begin_with_makes_none_of_them_likely() -> None:
+    told = load_error(environ={"KVSTORE_NOPE": "1"})
+    assert "variable KVSTORE_NOPE does not exist; expected one of KVSTORE_BLOCK_SIZE, " in told
+
+
 def test_a_misspelled_name_is_not_told_as_a_contradiction(tmp_path: Path) -> None:
     """With pool_bytes spelled right there is none."""
     toml = write_toml(tmp_path, 'pool_byte = "4GiB"\nextent_bytes = "2GiB"\n')

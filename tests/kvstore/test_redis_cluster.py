@@ -270,6 +270,13 @@ def test_a_node_that_stops_answering_holds_up_nobody_else(cluster: ClusterFleet,
             store.tier.match(prompts[0], time.monotonic() + 0.05)
         asked = sum(node.calls().get("cluster|slots", 0) for node in others)
         assert 1 <= asked <= 1 + (time.monotonic() - begun) / 0.5, "who fails has the slots asked for"
+        assert not store.tier.reached
+
+    def reached() -> bool:
+        store.tier.reach(time.monotonic() + 1)
+        return store.tier.reached
+
+    assert eventually(reached, RECOVERY_SECONDS)
     assert eventually(lambda: store.match(prompts[0]) == 2, RECOVERY_SECONDS)
     assert eventually(lambda: store.tier.status() == TierStatus(healthy=True))
     for rows in prompts:

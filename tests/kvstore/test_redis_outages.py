@@ -39,11 +39,23 @@ def test_starts_without_a_server_and_attaches_by_itself() -> None:
     with EmbeddedRedis.start() as reserved:
         port = reserved.port
     tier = RedisTier(RedisOptions(f"redis://127.0.0.1:{port}"), time.monotonic)
+    assert (tier.reached, tier.status().healthy) == (False, True), "nobody knows yet"
+    with Timed() as timed:
+        tier.reach(time.monotonic() + 5)
+    assert (tier.reached, tier.status().healthy) == (False, False)
+    assert timed.seconds < AT_ONCE_SECONDS
     checksums = [xxhash.xxh3_64_intdigest(payload.data) for payload in payloads]
     with Timed() as timed:
         assert tier.match(rows, time.monotonic() + 5) == TierMatch(0, MissCause.UNAVAILABLE)
     assert timed.seconds < AT_ONCE_SECONDS
     with EmbeddedRedis.start(port=port):
+
+        def reached() -> bool:
+            tier.reach(time.monotonic() + 5)
+            return tier.reached
+
+        assert eventually(reached), "also where nobody asks for a block"
+        assert tier.status().healthy
         saved = [SaveOutcome.STORED] * BLOCKS
         assert eventually(lambda: tier.save(rows, payloads, checksums, time.monotonic() + 5) == saved)
         assert tier.match(rows, time.monotonic() + 5) == TierMatch(BLOCKS, None)

@@ -23,6 +23,7 @@ from tests.support.stubs import (
     spec,
     tokens_of,
 )
+from tests.support.valkey import eventually
 
 PROMPT = tokens_of(8, tail=5)
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -301,3 +302,8 @@ def test_a_restart_keeps_names_and_blocks() -> None:
             assert raw.status().adopted_blocks == 8
             assert report(again, fork(PROMPT, 7))[7] == ([], "unknown", False)
             again.assert_holds(PROMPT)
+            assert eventually(
+                lambda: (
+                    {(each.asked_tokens, each.hit_tokens) for each in raw.status().what_if} == {(133, 128)}
+                )
+            ), "what would hit in a pool of another size agrees with what was hit"

@@ -348,7 +348,7 @@ class TestShares:
         assert (share, ready < 30 * 60_000) == (0, True)
 
     def test_a_quota_beyond_the_pool(self, ops: Raw) -> None:
-        with refused(PRECONDITION, str(4 << 20), "pool_bytes", "lower"):
+        with refused(PRECONDITION, "the pool has 4 MiB", "pool_bytes", "lower"):
             ops.admin.SetQuota(admin_pb2.SetQuotaRequest(tenant="search", share_bytes=4 << 20))
         with refused(PRECONDITION, str((1 << 64) - 1)):
             ops.admin.SetQuota(admin_pb2.SetQuotaRequest(tenant="search", share_bytes=(1 << 64) - 1))

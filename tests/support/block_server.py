@@ -57,7 +57,7 @@ def block_server(
         clock=time.monotonic,
     )
     wake, options = Wake(), StoreOptions(readers_verify=True)
-    tiers = Tiers(host, redis=NullTier(TierName.REDIS))
+    tiers = Tiers(host, remote=NullTier(TierName.REDIS))
     store = TieredStore(tiers, clock=time.monotonic, options=options, listeners=listeners, wake=wake)
     end = asyncio.run_coroutine_threadsafe(_serve(store, wake, folder), loop).result(SECONDS)
     try:

@@ -26,9 +26,10 @@ from kvstore.serve import Clocks, run
 from kvstore.commands.serving import announce
 from kvstore.settings import load_config
 
-logging.basicConfig(level="WARNING", stream=sys.stderr)
 settings, stops = json.loads(sys.argv[1]), dict(json.loads(sys.argv[2]))
 
+log = settings.get("log_file")
+logging.basicConfig(**({"level": "INFO", "filename": log} if log else {"level": "WARNING"}))
 armed = Path(settings["pool_path"] + ".step")
 
 def failpoint(step):

@@ -8,18 +8,23 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One table of a tenants file; ``fields`` are further lines of it."""
+    """One table of a tenants file; ``fields`` are further lines of it.
+
+    ``token_of`` and ``salt_of`` are whose they are: the tenant's own, where they are empty.
+    """
 
     name: str
     fields: str = ""
+    token_of: str = ""
+    salt_of: str = ""
 
     @property
     def token(self) -> str:
-        return f"token-of-{self.name}-0123456789abcdef"
+        return f"token-of-{self.token_of or self.name}-0123456789abcdef"
 
     @property
     def salt(self) -> bytes:
-        return hashlib.sha256(self.name.encode()).digest()
+        return hashlib.sha256((self.salt_of or self.name).encode()).digest()
 
 
 def write_tenants(path: Path, *entries: Entry) -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,16 @@ import pytest
 import xxhash
 
 from kvstore.block import WHOLE, BlockRows
+from kvstore.service.client import Client, ClientOptions
+from kvstore.service.client.tier import SidecarTier
+from kvstore.service.operator import Operator
 from kvstore.tiers.base import LoadResult, Payload, SaveOutcome, Tier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.redis import RedisOptions, RedisTier
 from kvstore.tiers.redis_value import block_key
 from tests.support.dict_tier import DictTier
 from tests.support.faulty_tier import FaultyTier, HeldTier
+from tests.support.sidecars import Sidecar, sidecar
 from tests.support.stores import make_chain, make_device, make_host, make_spec, payloads_of
 
 SPEC = make_spec()
@@ -31,6 +36,8 @@ class Case:
     flip: Callable[[BlockRows, int], None]
     local: bool = True
     """Whether ``match`` compares what it finds, and whether blocks have one size."""
+    shared: bool = False
+    """Whether it is another process's store: it forgets nothing on demand, and knows whole prompts only."""
 
     def save(self, rows: BlockRows, payloads: list[Payload] | None = None) -> list[SaveOutcome]:
         given = payloads_of(rows) if payloads is None else payloads
@@ -101,6 +108,35 @@ def redis_case(fixture: str) -> Callable[[pytest.FixtureRequest, Path], Case]:
     return make
 
 
+@contextmanager
+def running_sidecar() -> Iterator[Sidecar]:
+    with sidecar(pool_bytes="2MiB", extent_bytes="64KiB", log_level="error") as made:
+        yield made
+
+
+def sidecar_case(*, mapped: bool) -> Callable[[pytest.FixtureRequest, Path], Case]:
+    """The tier over the sidecar of the fixture ``shared_sidecar``."""
+
+    def make(request: pytest.FixtureRequest, folder: Path) -> Case:
+        server: Sidecar = request.getfixturevalue("shared_sidecar")
+        with Operator(server.address) as operator:
+            operator.clear()
+
+        def flip(rows: BlockRows, block: int) -> None:
+            with server.pool_path.open("r+b") as pool:
+                at = pool.read().index(payloads_of(rows)[block].tobytes()) + 100
+                pool.seek(at)
+                byte = pool.read(1)[0]
+                pool.seek(at)
+                pool.write(bytes([byte ^ 1]))
+
+        client = Client(server.address, options=ClientOptions(map_pool=mapped))
+        tier = SidecarTier(client, [SPEC, make_spec("other")], time.monotonic)
+        return Case(tier, flip, local=False, shared=True)
+
+    return make
+
+
 def dictionary_case(request: pytest.FixtureRequest, folder: Path) -> Case:
     """The double that other tests use has to keep the contract too, also through its wrappers."""
     inner = DictTier()
@@ -126,6 +162,8 @@ CASES = [
     pytest.param(redis_case("shared_sentinel"), id="sentinel", marks=pytest.mark.redis),
     pytest.param(redis_case("shared_cluster"), id="cluster", marks=pytest.mark.redis),
     pytest.param(dictionary_case, id="dictionary"),
+    pytest.param(sidecar_case(mapped=True), id="sidecar"),
+    pytest.param(sidecar_case(mapped=False), id="streamed"),
 ]
 
 

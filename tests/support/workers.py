@@ -26,7 +26,10 @@ from prefill.engine import Engine, EngineOptions
 from prefill.handoff import Handoff
 from prefill.model import LoadedModel, load_model
 from prefill.output import StepOutput
+from prefill.paged import BlockTable, KVMemory
+from prefill.plan import blocks_for
 from prefill.request import FinishReason, Request, Result
+from prefill.runner import Runner, Span
 from tests.support.models import VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.support.stores import pool_folder
 
@@ -116,6 +119,21 @@ def request_of(
     reuse: bool = True,
 ) -> Request:
     return Request(request_id, tokens, new, 0.0, extras, reuse)
+
+
+def run_in_pieces(loaded: LoadedModel, prompt: Tokens, cut: int, new: int) -> list[int]:
+    """Greedy tokens after [0, cut) and [cut, …) of a prompt, without a store."""
+    blocks, slot = blocks_for(len(prompt) + new, BLOCK_SIZE), loaded.spec.block_bytes(BLOCK_SIZE)
+    flat = torch.zeros(blocks * slot, dtype=torch.uint8, device=loaded.model.device)
+    runner = Runner(loaded.model, KVMemory(flat, loaded.spec, BLOCK_SIZE))
+    table = BlockTable(range(0, blocks * slot, slot))
+    runner.step([Span(table, 0, prompt[:cut])])
+    tokens, start = prompt, cut
+    for _ in range(new):
+        logits = runner.step([Span(table, start, tokens[start:])])
+        start = len(tokens)
+        tokens = np.append(tokens, np.uint32(logits.argmax().item()))
+    return [int(token) for token in tokens[len(prompt) :]]
 
 
 def answer(engine: Engine, request: Request) -> Result:

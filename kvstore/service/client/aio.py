@@ -19,7 +19,7 @@ from kvstore.service.client.namespace import Namespace, Prompt
 from kvstore.service.client.opening import Opening
 from kvstore.service.client.options import REDIS_WAIT_SECONDS, TLS, ClientOptions, Clock, Outcome
 from kvstore.service.client.transport import AsyncTransport
-from kvstore.service.client.write import Opened, Write
+from kvstore.service.client.write import Opened, Source, Write
 from kvstore.service.codec import Parallelism
 from kvstore.spec import NamespaceSpec
 from kvstore.tiers.base import Payload
@@ -222,7 +222,7 @@ class AsyncStagedWrite(Write):
         super().__init__(core, opened)
         self._transport = transport
 
-    async def copy_in(self, sources: Sequence[Payload]) -> None:
+    async def copy_in(self, sources: Sequence[Source]) -> None:
         """As ``StagedWrite.copy_in``."""
         await self._transport.run(self._fill(sources))
 

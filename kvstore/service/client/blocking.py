@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +19,7 @@ from kvstore.service.client.namespace import Namespace, Prompt
 from kvstore.service.client.options import REDIS_WAIT_SECONDS, TLS, ClientOptions, Clock, Outcome
 from kvstore.service.client.ticket import BorrowedBlocks, Ticket
 from kvstore.service.client.transport import BlockingTransport
-from kvstore.service.client.write import Opened, Write
+from kvstore.service.client.write import Opened, Source, Write
 from kvstore.service.codec import Parallelism
 from kvstore.spec import NamespaceSpec
 from kvstore.tiers.base import Payload
@@ -51,7 +52,7 @@ class Client:
         ConfigError for an address or a token that cannot be, and where a file of ``tls`` cannot be read.
         """
         self._core = Core(address, options, clock)
-        self._transport = BlockingTransport(self._core.link, token, tls, options.reconnect_seconds)
+        self._transport = BlockingTransport(self._core.link, token, tls, options.reconnect_seconds, clock)
         self._renewal = _Renewal(self._core, self._transport)
 
     def namespace(self, spec: NamespaceSpec, *, tp_size: int = 1, pp_size: int = 1) -> ClientNamespace:
@@ -69,6 +70,18 @@ class Client:
     def shortened(self) -> dict[MissCause, int]:
         """Runs that turned out to be shorter than the server had promised, by cause."""
         return self._core.shortened
+
+    @property
+    def state(self) -> tuple[Outcome, str]:
+        """OK, or that the server is unreachable or rejects the token and why, as its last calls say."""
+        return self._core.link.state
+
+    def until(self, deadline: float) -> AbstractContextManager[None]:
+        """Whatever this thread calls in the block ends by ``deadline``, on the client's clock.
+
+        A call that is not through by then is ``unreachable``; one that would begin later is not made.
+        """
+        return self._transport.until(deadline)
 
     def close(self) -> None:
         """Release all leases and let go of connection and mapping. Idempotent.
@@ -235,6 +248,10 @@ class HeldLease(Lease):
         """
         return self._transport.run(self._fetch(shard))
 
+    def checksums(self, shard: Shard = WHOLE) -> list[int]:
+        """xxh3_64 of each payload that ``views`` gives, as its writer gave it."""
+        return self._transport.run(self._sums(shard))
+
     def copy_out(self, destinations: Sequence[Payload], shard: Shard = WHOLE) -> int:
         """Copy the run's first blocks, one a destination; how many of them are right afterwards."""
         return self._transport.run(self._copy(destinations, shard))
@@ -270,12 +287,16 @@ class StagedWrite(Write):
         super().__init__(core, opened)
         self._transport = transport
 
-    def copy_in(self, sources: Sequence[Payload]) -> None:
+    def copy_in(self, sources: Sequence[Source], checksums: Sequence[int] | None = None) -> None:
         """Fill all payloads, one source each in order, and sum them on the way: faster than by hand.
 
-        The payloads must not be changed afterwards.
+        ``checksums`` are xxh3_64 of the sources, where they are known: then nothing is summed.
+
+        A source is any buffer with the bytes of one block, of whatever dtype. WriteError, with nothing
+        filled, where one is no buffer or has other than that many bytes. The payloads must not be
+        changed afterwards.
         """
-        self._transport.run(self._fill(sources))
+        self._transport.run(self._fill(sources, checksums))
 
     def commit(self, hints: Hints | None = None) -> None:
         """Make the blocks visible, all or none. WriteError where the write is over already.

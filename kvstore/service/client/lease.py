@@ -71,7 +71,7 @@ class Lease:
         self._cause = _NO_LEASE.get(grant.outcome) if grant.held is None else grant.held.cause
         self._limits = {} if grant.held is None else dict.fromkeys(grant.held.sizes, blocks)
         self._payloads: dict[Shard, list[Payload]] = {}
-        self._received: set[Shard] = set()
+        self._received: dict[Shard, list[int]] = {}
 
     @property
     def outcome(self) -> Outcome:
@@ -148,6 +148,16 @@ class Lease:
             read = self._in_place if held.session.mapped else self._streamed
             self._payloads[shard] = yield from read(held, shard)
         return self._payloads[shard][: self.valid(shard)]
+
+    def _sums(self, shard: Shard) -> Steps[list[int]]:
+        """Checksums of the payloads, as their writers gave them."""
+        payloads = yield from self._fetch(shard)
+        held = self._held
+        if held is None or not payloads:
+            return []
+        if not held.session.mapped:
+            return self._received[shard][: len(payloads)]
+        return held.session.checksums(held.promise.places[shard].offsets[: len(payloads)])
 
     def _copy(self, destinations: Sequence[Payload], shard: Shard) -> Steps[int]:
         """Copy the run's first blocks; how many of the copies are right."""
@@ -226,7 +236,7 @@ class Lease:
         intact = yield from work(received.intact_blocks)
         if intact < blocks:
             self._cut(shard, intact, MissCause.CORRUPT if intact < received.whole_blocks else cause)
-        self._received.add(shard)
+        self._received[shard] = received.checksums
         return received.payloads(intact)
 
     def _cut(self, shard: Shard, blocks: int, cause: MissCause) -> None:

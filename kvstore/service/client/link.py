@@ -44,6 +44,12 @@ class Link:
         with self._lock:
             return dict(self._failures)
 
+    @property
+    def state(self) -> tuple[Outcome, str]:
+        """OK, or why no call comes to anything, as far as the last ones say."""
+        with self._lock:
+            return self._state, "" if self._state is Outcome.OK else self._reason
+
     def count(self, outcome: Outcome) -> None:
         with self._lock:
             self._failures[outcome] += 1
@@ -103,7 +109,7 @@ class Link:
                 concerns_all = self._gives_up(error, probe=probe)
             changed = concerns_all and error.outcome is not self._state
             if changed:
-                self._state = error.outcome
+                self._state, self._reason = error.outcome, str(error)
         if changed:
             _log.warning("kvstore server %s is %s: %s", self.address, error.outcome, error)
 

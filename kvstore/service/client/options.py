@@ -90,3 +90,6 @@ class ClientOptions:
     """Read and write the server's pool file where it can be mapped; False streams always."""
     around_mapping: AroundMapping | None = None
     """Entered with the memory once it is mapped, and left before it is let go: to pin it for a GPU, say."""
+    populate: bool = True
+    """Map the pages of what is stored beside the first calls, not when a payload is first read, which would
+    take three times as long; for who reads payloads. Nothing is done where there is ``around_mapping``."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -100,6 +100,12 @@ class Session:
             positions = self._pool.unverified(offsets)
             sums: Uint64Array = self._pool.checksums(offsets[positions])
             return list(zip(positions.tolist(), sums.tolist(), strict=True))
+
+    def checksums(self, offsets: NDArray[np.int64]) -> list[int]:
+        """xxh3_64 of each payload, as its writer gave it; 0 for what is no longer there."""
+        with self._lock:
+            sums = np.zeros(len(offsets), np.uint64) if self._pool is None else self._pool.checksums(offsets)
+        return sums.tolist()  # type: ignore[no-any-return]
 
     def compared(self, offsets: NDArray[np.int64]) -> int:
         """Leading blocks whose payload need not be compared before it is used."""
@@ -214,6 +220,9 @@ class Sessions:
             mapping.callback(pool.close)
             if self._options.around_mapping is not None:
                 mapping.enter_context(self._options.around_mapping(pool.memory))
+            elif self._options.populate:
+                with suppress(RuntimeError):  # no thread to be had: readers map pages as they come
+                    threading.Thread(target=pool.populate, name="kvstore-populate", daemon=True).start()
             return Session(answer, self._number, pool, mapping.pop_all())
 
     def _renew_identity(self) -> None:

@@ -21,14 +21,15 @@ class Received:
     def __init__(self, blocks: int, size: int) -> None:
         self._buffer = np.empty((blocks, size), dtype=np.uint8)
         self._bytes = self._buffer.reshape(-1)
-        self._sums: list[int] = []
+        self.checksums: list[int] = []
+        """xxh3_64 of each payload, as its writer gave it."""
         self._count = 0
 
     def take(self, piece: block_pb2.ReadBlocksResponse) -> None:
         """The next piece; the first one brings the checksums. KVStoreError for more than was asked."""
         if not self._count:
-            self._sums = np.frombuffer(piece.checksums, dtype="<u8").tolist()
-            expect_count(len(self._sums), len(self._buffer), "checksums")
+            self.checksums = np.frombuffer(piece.checksums, dtype="<u8").tolist()
+            expect_count(len(self.checksums), len(self._buffer), "checksums")
         end = self._count + len(piece.data)
         if end > len(self._bytes):
             raise KVStoreError(
@@ -45,7 +46,7 @@ class Received:
     def intact_blocks(self) -> int:
         """Leading blocks that came whole and have their checksum."""
         for block in range(self.whole_blocks):
-            if payload_checksum(self._buffer[block]) != self._sums[block]:
+            if payload_checksum(self._buffer[block]) != self.checksums[block]:
                 return block
         return self.whole_blocks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from kvstore.service.client.channel import (
     require_trustworthy,
 )
 from kvstore.service.client.link import Link
-from kvstore.service.client.options import TLS, CallError, Outcome
+from kvstore.service.client.options import TLS, CallError, Clock, Outcome, Silence
 
 Call: TypeAlias = Unary | Receive | Send
 
@@ -31,9 +32,13 @@ Call: TypeAlias = Unary | Receive | Send
 class BlockingTransport:
     """One synchronous channel, for any number of threads."""
 
-    def __init__(self, link: Link, token: str | None, tls: TLS | None, reconnect_seconds: float) -> None:
+    def __init__(
+        self, link: Link, token: str | None, tls: TLS | None, reconnect_seconds: float, clock: Clock
+    ) -> None:
         require_trustworthy(link.address, token, tls)
         self._link = link
+        self._clock = clock
+        self._of_thread = threading.local()
         self._where = parse_address(link.address)
         # An interceptor costs each call several times what sending the token with it does.
         self._metadata = bearer(token)
@@ -57,17 +62,43 @@ class BlockingTransport:
         finally:
             steps.close()
 
+    @contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """Whatever this thread calls in the block has no more time than to ``deadline``, on the clock."""
+        before = self._deadline
+        self._of_thread.deadline = deadline
+        try:
+            yield
+        finally:
+            self._of_thread.deadline = before
+
     def close(self) -> None:
         self._channel.close()
 
+    @property
+    def _deadline(self) -> float | None:
+        deadline: float | None = getattr(self._of_thread, "deadline", None)
+        return deadline
+
+    def _seconds(self, step: Call) -> float:
+        """The time that a call has. CallError where it has none: then it is not made."""
+        if self._deadline is None:
+            return step.seconds
+        left = self._deadline - self._clock()
+        if left <= 0:
+            self._link.count(Outcome.UNREACHABLE)
+            raise CallError(Outcome.UNREACHABLE, f"{step.method.path}: no time is left", Silence.UNSENT)
+        return min(step.seconds, left)
+
     def _perform(self, step: Call) -> object:
+        seconds = self._seconds(step)
         with _accounted(self._link, self._where, step):
             made = self._callable(step)
             if isinstance(step, Unary):
-                return made(step.request, timeout=step.seconds, metadata=self._metadata)
+                return made(step.request, timeout=seconds, metadata=self._metadata)
             if isinstance(step, Send):
-                return made(step.requests, timeout=step.seconds, metadata=self._metadata)
-            answers = made(step.request, timeout=step.seconds, metadata=self._metadata)
+                return made(step.requests, timeout=seconds, metadata=self._metadata)
+            answers = made(step.request, timeout=seconds, metadata=self._metadata)
             try:
                 for answer in answers:
                     step.take(answer)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.errors import WriteError
 from kvstore.hints import Hints
@@ -27,6 +29,9 @@ from kvstore.store.write import BlockStatus
 from kvstore.tiers.base import Payload
 from kvstore.tiers.memory import payload_checksum
 from kvstore.v1 import block_pb2
+
+Source: TypeAlias = NDArray[Any] | bytes | bytearray | memoryview
+"""The bytes of one block, in memory of the caller's."""
 
 _USABLE_TIME = 0.95
 """Of a write's seconds, after which its writer gives up: the commit has to arrive in time."""
@@ -99,21 +104,25 @@ class Write:
         begun = self._begun
         return begun is None or self._core.clock() > begun.deadline or not begun.session.current
 
-    def _fill(self, sources: Sequence[Payload]) -> Steps[None]:
-        """Copy one source into each payload, summing each while it is in the processor's cache."""
-        pairs = list(zip(self.payloads, sources, strict=False))
+    def _fill(self, sources: Sequence[Source], checksums: Sequence[int] | None = None) -> Steps[None]:
+        """Copy one source into each payload, summing each while it is in the processor's cache.
+
+        Sources whose ``checksums`` are known keep them: what has been damaged since is found by readers.
+        """
         if self.payloads and len(sources) != len(self.payloads):
             raise WriteError(
                 f"{len(sources)} payloads were given for {len(self.payloads)} blocks to fill; give one for "
                 "each block whose status is yours"
             )
-        for target, source in pairs:
-            if target.shape != source.shape or source.dtype != target.dtype:
-                raise WriteError(
-                    f"a payload has shape {source.shape} and dtype {source.dtype}, expected {target.shape} "
-                    "and uint8; pass the block's bytes"
-                )
-        self._sums = yield from work(lambda: [_copy_and_sum(target, source) for target, source in pairs])
+        pairs = [
+            (target, _bytes_of(source, len(target)))
+            for target, source in zip(self.payloads, sources, strict=False)
+        ]
+        if checksums is None:
+            self._sums = yield from work(lambda: [_copy_and_sum(target, source) for target, source in pairs])
+        else:
+            yield from work(lambda: _copy_all(pairs))
+            self._sums = list(checksums)
 
     def _commit(self, hints: Hints | None = None) -> Steps[None]:
         """Make the blocks visible; WriteError where the write is over already."""
@@ -200,6 +209,27 @@ class Write:
         )
         seconds = min(self._core.options.transfer_seconds, begun.deadline - self._core.clock())
         yield from send(WRITE_BLOCKS, pieces(self._buffer, head), seconds)
+
+
+def _bytes_of(source: Source, size: int) -> Payload:
+    """WriteError where ``source`` is no buffer of ``size`` bytes."""
+    try:
+        array = source if isinstance(source, np.ndarray) else np.frombuffer(source, dtype=np.uint8)
+        if array.dtype != np.uint8 or array.ndim != 1:
+            array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise WriteError(
+            f"a payload is a {type(source).__name__} ({error}), expected a buffer of {size} bytes; pass the "
+            "block's bytes, or an array of them"
+        ) from error
+    if len(array) != size:
+        raise WriteError(f"a payload has {len(array)} bytes, expected {size}; pass the block's bytes")
+    return array
+
+
+def _copy_all(pairs: list[tuple[Payload, Payload]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)
 
 
 def _copy_and_sum(target: Payload, source: Payload) -> int:

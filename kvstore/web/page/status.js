@@ -14,7 +14,7 @@ const HISTORY_HOLE_MS = 30_000;
 const TRAILING_SECONDS = 60;
 
 const TIER_HUES = { device: "violet", host: "blue", redis: "amber" };
-const CAUSE_HUES = { capacity: "blue", reclaimed: "teal", cleared: "violet", corrupt: "red" };
+const CAUSE_HUES = { capacity: "blue", reclaimed: "teal", expired: "amber", cleared: "violet", corrupt: "red" };
 const PATH_HUES = {
   "caller to host": "blue",
   "host to caller": "teal",
