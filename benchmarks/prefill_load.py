@@ -6,8 +6,9 @@ the same model steps over a history in place: nothing looked up, leased or copie
 prompts in one step against one after the other. *Utilisation*: operations a second of a prefill, as a share
 of a matrix product's, against transformers' own forward of the same tokens. *Goodput*: as DistServe defines
 it, the highest rate at which 90 % of the requests meet a target for the first token and one for the mean
-time between tokens; Poisson arrivals with a fixed seed, half code-like (long prompts, mostly a shared
-prefix, short answers) and half chat-like. ``--only PART ...`` runs some of the parts.
+time between tokens, of one worker without and with chunks and of a prefill and a decode worker; Poisson
+arrivals with a fixed seed, code-like (long prompts, mostly a shared prefix, short answers) or chat-like.
+``--only PART ...`` runs some of the parts.
 """
 
 from __future__ import annotations
@@ -47,24 +48,31 @@ def main() -> None:
     arguments.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     arguments.add_argument("--prompt", type=int, default=4096)
     arguments.add_argument("--rounds", type=int, default=2)
-    arguments.add_argument("--rates", type=float, nargs="*", default=(1.0, 2.0, 3.0, 4.0))
-    arguments.add_argument("--requests", type=int, default=16)
+    arguments.add_argument("--seconds", type=float, default=120.0, help="of arrivals, for goodput")
     options = arguments.parse_args()
     report = Report("prefill_load", ("torch", "transformers"))
     loaded = load_packaged()
-    # Room for all that the rounds store, so that the shared prefix is never evicted.
-    with open_worker(loaded, (2 + 3 * options.rounds) * options.prompt) as worker:
-        parts: dict[str, Callable[[], None]] = {
-            "shares": lambda: measure_shares(report, worker, loaded, options.prompt, options.rounds),
-            "packed": lambda: measure_packed(report, worker, loaded, 2 * options.rounds),
-            "utilisation": lambda: measure_utilisation(
-                report, worker, loaded, options.prompt // 4, options.rounds
-            ),
-            "goodput": lambda: measure_goodput(report, worker, loaded, options.rates, options.requests),
-        }
-        for part in options.only:
-            parts[part]()
+    if "goodput" in options.only:
+        measure_goodput(report, loaded.spec.vocab_size, options.seconds)
+    parts = [part for part in options.only if part != "goodput"]
+    if parts:
+        measure_engine(report, loaded, parts, options.prompt, options.rounds)
     report.finish(json=options.json)
+
+
+def measure_engine(
+    report: Report, loaded: LoadedModel, parts: Sequence[str], prompt: int, rounds: int
+) -> None:
+    """The parts that need no other process."""
+    # Room for all that the rounds store, so that the shared prefix is never evicted.
+    with open_worker(loaded, (2 + 3 * rounds) * prompt) as worker:
+        measures: dict[str, Callable[[], None]] = {
+            "shares": lambda: measure_shares(report, worker, loaded, prompt, rounds),
+            "packed": lambda: measure_packed(report, worker, loaded, 2 * rounds),
+            "utilisation": lambda: measure_utilisation(report, worker, loaded, prompt // 4, rounds),
+        }
+        for part in parts:
+            measures[part]()
 
 
 # -- shares ----------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def serve(
     from kvstore.logs import logging_to
     from prefill.assemble import load_configured
     from prefill.serve import Clocks, run
+    from prefill.sidecar import what_is_not_shared
 
     told = settings.config
     with (
@@ -145,11 +146,14 @@ def serve(
         redis_beside(settings) as with_redis,
     ):
         log_settings(settings)
+        unshared = what_is_not_shared(worker, told)
+        if unshared is not None:
+            logging.getLogger(__name__).warning("%s", unshared)
         config = config_for_role(with_redis, worker.role)
         run(
             config,
             worker,
-            lambda: load_configured(worker.model, config, _cache_dir()),
+            lambda: load_configured(worker.model, config, _cache_dir(), worker.dtype),
             Clocks(time.monotonic, time.time),
             partial(_announce, as_json=as_json),
         )
@@ -230,6 +234,10 @@ def _redis(settings: LoadedConfig) -> Iterator[str | None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal; lines where nobody would see it move."""
+    if not _messages.is_terminal:
+        yield _tell_in_a_line
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_messages, transient=True) as progress:
         task = progress.add_task("starting", total=_DEMO_STEPS)
@@ -240,12 +248,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
+def _tell_in_a_line(step: str) -> None:
+    _messages.print(step, highlight=False, soft_wrap=True)
+    _messages.file.flush()
+
+
 def _announce(started: Started, *, as_json: bool) -> None:
     """Where the worker serves: one object on stdout, or lines on stderr."""
     if as_json:
         print(json.dumps(asdict(started)), flush=True)
         return
-    _messages.print(f"{started.model}, role {started.role}, {started.context_tokens} tokens of context")
+    kind = f"{started.model} in {started.dtype}, role {started.role}"
+    _messages.print(f"{kind}, {started.context_tokens} tokens of context", highlight=False)
     for address in started.grpc:
         _messages.print(f"gRPC: {address}", highlight=False)
     if started.http is not None:

@@ -18,7 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from kvstore.address import LOOPBACK, Address, format_addresses, parse_addresses, parse_tcp_address
+from kvstore.address import (
+    LOOPBACK,
+    Address,
+    format_addresses,
+    parse_address,
+    parse_addresses,
+    parse_tcp_address,
+)
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
@@ -27,6 +34,7 @@ from prefill.scheduler import Policy
 
 ENVIRONMENT_PREFIX = "PREFILL_"
 _DECODE_REDIS_SECONDS = 5.0
+_DECODE_PROBE_SECONDS = 0.5
 
 STORE_SETTINGS = (
     "pool_path",
@@ -57,12 +65,24 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Dtype(StrEnum):
+    """What weights, keys and values are kept and computed in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 def _some_addresses(value: object) -> tuple[Address, ...]:
     return () if value in ("none", ()) else parse_addresses(value)
 
 
+def _one_address(value: object) -> object:
+    return parse_address(value) if isinstance(value, str) and value != "none" else _none_or_as_given(value)
+
+
 _AS_TEXT = PlainSerializer(lambda addresses: format_addresses(addresses) or "none")
 Listen = Annotated[tuple[Address, ...], BeforeValidator(_some_addresses), _AS_TEXT]
+Server = Annotated[Address | None, BeforeValidator(_one_address), _AS_TEXT]
 HttpListen = Annotated[Address | None, BeforeValidator(parse_tcp_address), _AS_TEXT]
 
 
@@ -86,6 +106,9 @@ class ServeConfig(BaseModel):
     model: OptionalName = None
     """Hugging Face id or local folder; none is the packaged SmolLM2-135M-Instruct."""
 
+    dtype: Dtype = Dtype.FLOAT32
+    """Of weights, keys and values: float32 or bfloat16, whatever the model was saved in."""
+
     role: Role = Role.BOTH
     """What this worker does: both; prefill, for others to decode; or decode of what others prefill."""
 
@@ -98,11 +121,32 @@ class ServeConfig(BaseModel):
     prefill_at: Listen = ()
     """Addresses of the workers that prefill for this one, of role decode."""
 
+    sidecar: Server = None
+    """The `kvstore serve` that blocks go through, in place of Redis: unix:/path or host:port; or none."""
+
+    sidecar_token_file: OptionalFile = None
+    """File whose first line is the token that the sidecar asks for; or none."""
+
+    sidecar_tls_ca: OptionalFile = None
+    """PEM file with the authorities of the sidecar, which then speaks TLS; or none."""
+
     served_model_name: OptionalName = None
     """Name of the model in the API; by default the model's own."""
 
     api_key_file: OptionalFile = None
     """File whose first line clients have to send as bearer token, over HTTP and gRPC; or none."""
+
+    tls_cert: OptionalFile = None
+    """PEM file with this worker's certificate chain; with it every host:port speaks TLS. Or none."""
+
+    tls_key: OptionalFile = None
+    """PEM file with the private key of tls_cert, or none."""
+
+    tls_client_ca: OptionalFile = None
+    """PEM file with the authorities that clients' certificates must come from, or none: they need none."""
+
+    prefill_tls_ca: OptionalFile = None
+    """PEM file with the authorities of the workers in prefill_at, which then speak TLS; or none."""
 
     policy: Policy = Policy.FAIR
     """Which requests a step of the model takes when it cannot take all."""
@@ -132,7 +176,7 @@ class ServeConfig(BaseModel):
     """Time that a worker of prefill_at has for a prompt, its queue included; then another is asked."""
 
     landing_seconds: Seconds = 5.0
-    """Longest wait of a prefill for its blocks to be in Redis before it answers with the handoff."""
+    """Longest wait of a prefill for its blocks to be where others find them, before it hands over."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -149,6 +193,34 @@ class ServeConfig(BaseModel):
         if not self.listen and (self.http is None or self.role is Role.PREFILL):
             raise ValueError(
                 f"listen = none leaves a worker of role {self.role} that nobody can ask: name an address"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sidecar(self) -> Self:
+        for name in ("sidecar_token_file", "sidecar_tls_ca"):
+            if getattr(self, name) is not None and self.sidecar is None:
+                raise ValueError(f"{name} is set without sidecar: name the server that it is for")
+        if self.sidecar_tls_ca is not None and self.sidecar is not None and self.sidecar.path is not None:
+            raise ValueError(
+                f"sidecar_tls_ca is set and sidecar = {self.sidecar} is a unix socket, which has no TLS: "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
+            raise ValueError(f"{given} is set without {missing}: TLS needs both, set {missing} too")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca is set without tls_cert and tls_key: clients can prove who they are by "
+                "certificate only to a server that has one, set both too"
+            )
+        if self.prefill_tls_ca is not None and not self.prefill_at:
+            raise ValueError(
+                "prefill_tls_ca is set without prefill_at: name the workers that it is for, or leave it out"
             )
         return self
 
@@ -170,6 +242,7 @@ class Started:
 
     role: str
     model: str
+    dtype: str
     grpc: list[str]
     http: str | None
     context_tokens: int
@@ -208,7 +281,8 @@ def config_for_role(settings: LoadedConfig, role: Role) -> Config:
     """The store's configuration, with what suits the role where nothing else was chosen.
 
     Workers of a machine have a pool each, and find it again when they are started again. A prefill
-    worker hands whole prompts to Redis; for a decode worker they are worth waiting for.
+    worker hands whole prompts to Redis; for a decode worker they are worth waiting for, and an answer
+    that came too late would have it compute a whole prompt.
     """
     config = settings.config
     suits: dict[str, object] = {
@@ -218,6 +292,9 @@ def config_for_role(settings: LoadedConfig, role: Role) -> Config:
         suits["redis_queue_bytes"] = config.pool_bytes
     if role is Role.DECODE:
         suits["redis_acquire_seconds"] = max(_DECODE_REDIS_SECONDS, config.redis_probe_seconds)
+        is_open = settings.sources["redis_acquire_seconds"] is Source.DEFAULT
+        longest = _DECODE_REDIS_SECONDS if is_open else config.redis_acquire_seconds
+        suits["redis_probe_seconds"] = min(_DECODE_PROBE_SECONDS, longest)
     chosen = {name: value for name, value in suits.items() if settings.sources[name] is Source.DEFAULT}
     return config.model_copy(update=chosen)
 

@@ -25,7 +25,7 @@ from prefill.plan import usable_blocks
 from prefill.request import Result
 
 COMPUTED = "computed"
-_SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Cached(StrEnum):
@@ -85,7 +85,7 @@ class StepMetrics:
             "prefill_step_seconds",
             "Seconds of one step of the model.",
             ["kind"],
-            buckets=_SECONDS,
+            buckets=SECONDS,
             registry=registry,
         )
         self._flops = Counter(
@@ -112,4 +112,4 @@ class StepMetrics:
 
 def _histogram(what: str, documentation: str, registry: CollectorRegistry) -> Histogram:
     name = f"prefill_{what}_seconds"
-    return Histogram(name, documentation, ["cached"], buckets=_SECONDS, registry=registry)
+    return Histogram(name, documentation, ["cached"], buckets=SECONDS, registry=registry)

@@ -9,32 +9,32 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from kvstore.config import Config
 from kvstore.end_signals import EndSignals
-from kvstore.errors import ConfigError
 from kvstore.events import Event
 from kvstore.metrics import CollectorRegistry, Metrics, Readings, StoreGauges, render
 from kvstore.store.inventory import unread_bytes
 from kvstore.tiers.redis import RedisTier
-from prefill.assemble import Worker, build_worker
+from prefill.assemble import Beside, Worker, build_worker
 from prefill.config import Role, ServeConfig, Started
 from prefill.engine import EngineOptions
 from prefill.flops import matmul_peak
 from prefill.metrics import ResultMetrics, StepMetrics
 from prefill.model import LoadedModel
+from prefill.service.access import Access, read_access
 from prefill.service.app import build_app
 from prefill.service.driver import Driver, DriverLimits, Wake
 from prefill.service.endpoints import Serving
 from prefill.service.errors import Refusal, ServiceError
 from prefill.service.front import Front
 from prefill.service.gate import Gate
-from prefill.service.metrics import ServiceGauges, ServiceMetrics
+from prefill.service.metrics import FrontMetrics, ServiceGauges, ServiceMetrics
 from prefill.service.peers import Peers
 from prefill.service.rpc import PrefillService, RpcParts
 from prefill.service.rpc_server import RpcServer
 from prefill.service.web_server import WebServer
+from prefill.sidecar import sidecar_of
 from prefill.text import Text
 
 _POLL_SECONDS = 0.02
@@ -71,28 +71,33 @@ async def _serve(
     clocks: Clocks,
     announce: Callable[[Started], None],
 ) -> None:
+    sidecar_of(serve, config)  # what is wrong with it need not wait for the model either
     with ExitStack() as opened:
         # The addresses first: who asks for one that is taken need not wait for the model to hear it.
-        key = _read_key(serve.api_key_file) if serve.api_key_file else None
-        rpc = RpcServer()
+        access = read_access(serve)
+        rpc = RpcServer(access.rpc)
         addresses = rpc.bind(serve.listen)
-        web = None if serve.http is None else WebServer(serve.http, serve.stall_seconds)
+        web = None if serve.http is None else WebServer(serve.http, serve.stall_seconds, access.web)
         if web is not None:
             opened.callback(web.close)
-        service = Service(config, serve, load(), key, clocks, opened)
+        service = Service(config, serve, load(), access, clocks, opened)
         signals = EndSignals()
         await service.start(rpc, web)
         announce(
             Started(
                 serve.role,
                 service.model,
+                service.dtype,
                 addresses,
                 None if web is None else web.url,
                 service.context_tokens,
             )
         )
+        places = [*addresses, *([] if web is None else [web.url])]
+        _log.info("serving %s, role %s, at %s", service.model, serve.role, ", ".join(places))
         await signals.stop.wait()
         await service.stop(rpc, web, signals.hurry)
+    _log.info("ended")
 
 
 class Service:
@@ -103,20 +108,21 @@ class Service:
         config: Config,
         serve: ServeConfig,
         model: LoadedModel,
-        key: str | None,
+        access: Access,
         clocks: Clocks,
         opened: ExitStack,
     ) -> None:
         """Opens the tiers; ``opened`` closes them, whatever happens later."""
         self._config = config
         self._serve = serve
-        self._key = key
+        self._access = access
         self._clocks = clocks
         self._loaded = model
         self.model = serve.served_model_name or model.spec.name
+        self.dtype = model.spec.kv_dtype
         self.context_tokens = model.spec.max_positions
         self._registry = CollectorRegistry()
-        self._gate = Gate(key, ServiceMetrics(self._registry).count)
+        self._gate = Gate(access.key, ServiceMetrics(self._registry).count)
         self._driver = self._open_driver(model, opened)
         self._peers: Peers | None = None
         self._following: asyncio.Task[None] | None = None
@@ -136,8 +142,9 @@ class Service:
             step_listeners=(StepMetrics(self._registry, peak),),
             result_listeners=(ResultMetrics(self._registry, config.block_size),),
         )
+        beside = Beside(wake, sidecar_of(serve, config))
         self._worker = worker = build_worker(
-            model, config, clock=clock, listeners=(relay,), options=options, wake=wake
+            model, config, clock=clock, listeners=(relay,), options=options, beside=beside
         )
         opened.callback(worker.close)
         host = worker.tiers.host
@@ -158,17 +165,12 @@ class Service:
             self._peers = Peers(
                 serve.prefill_at,
                 self.model,
-                key=self._key,
+                key=self._access.key,
                 seconds=serve.prefill_seconds,
                 clock=clocks.monotonic,
+                credentials=self._access.peers,
             )
-        if serve.role is not Role.BOTH and self._config.redis_url is None:
-            _log.warning(
-                "role is %s and redis_url is none: between workers, blocks go only through Redis, so the "
-                "worker that decodes will compute prompts once more; set redis_url on both sides",
-                serve.role,
-            )
-        front = Front(self._driver, self._peers, self._loaded.spec.eos_ids)
+        front = Front(self._driver, self._peers, self._loaded.spec.eos_ids, FrontMetrics(self._registry))
         self._driver.start()
         await rpc.start(
             PrefillService(
@@ -181,7 +183,7 @@ class Service:
         self._following = asyncio.create_task(following, name="prefill-health")
 
     async def stop(self, rpc: RpcServer, web: WebServer | None, hurry: asyncio.Event) -> None:
-        """Turn new requests away, let those that run end, hand what is queued to Redis, and stop.
+        """Turn new requests away, let those that run end, hand on what is queued for others, and stop.
 
         For at most ``drain_seconds``, or until ``hurry`` is set; what then still runs is told so.
         """
@@ -248,7 +250,7 @@ class _Relay:
 
 
 def _readings(worker: Worker, model: str) -> Readings:
-    store, redis, namespace = worker.store, worker.tiers.redis, worker.spec.root.digest
+    store, redis, namespace = worker.store, worker.tiers.remote, worker.spec.root.digest
     real = redis if isinstance(redis, RedisTier) else None
 
     def resident_bytes() -> dict[tuple[str, str], int]:
@@ -267,13 +269,3 @@ def _readings(worker: Worker, model: str) -> Readings:
         what_if=tuple,
         skipped_requests=dict,
     )
-
-
-def _read_key(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {path} cannot be read: {error}; correct the path") from error
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"api_key_file {path} has no key in its first line; write one there")
-    return lines[0].strip()

@@ -11,6 +11,7 @@ from rich.text import Text
 from kvstore.block import TierName
 from prefill.demo.run import PHASES, Outcome, Row
 
+_TIERS = (TierName.DEVICE, TierName.HOST, TierName.REDIS)
 _LEGEND = (
     "Prompt tokens by the tier that they came from. Three prompts arrive together.\n"
     "Queue: waiting for the ones before, and for device memory, which holds about\n"
@@ -38,7 +39,7 @@ def as_json(outcome: Outcome) -> dict[str, JsonValue]:
     return {
         "identical": is_identical(outcome),
         "requests": [_request(row) for row in outcome.rows],
-        "hit_tokens": {tier.value: counts.hit.get(tier.value, 0) for tier in TierName},
+        "hit_tokens": {tier.value: counts.hit.get(tier.value, 0) for tier in _TIERS},
         "asked_tokens": counts.asked,
         "hit_rate": sum(counts.hit.values()) / counts.asked,
         "ttft_cold_ms": _median_ms([row.cold.ttft_seconds for row in reused]),
@@ -70,7 +71,7 @@ def as_table(outcome: Outcome) -> RenderableType:
         padding=(0, 1, 0, 0),
     )
     table.add_column("request")
-    for heading in ("prompt", *TierName, "computed", "queue", "exec", "TTFT", "cold"):
+    for heading in ("prompt", *_TIERS, "computed", "queue", "exec", "TTFT", "cold"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
     phase = ""
@@ -88,7 +89,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         warm.request_id,
         str(warm.prompt_tokens),
-        *(str(warm.cached.get(tier, 0)) for tier in TierName),
+        *(str(warm.cached.get(tier, 0)) for tier in _TIERS),
         str(warm.computed_tokens),
         *(f"{_ms(seconds):.0f}" for seconds in times),
         "same" if row.identical else "DIFFERENT",
@@ -98,7 +99,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _totals(outcome: Outcome) -> Text:
     counts = outcome.counts
     hits = sum(counts.hit.values())
-    by_tier = ", ".join(f"{tier} {counts.hit.get(tier, 0) / counts.asked:.1%}" for tier in TierName)
+    by_tier = ", ".join(f"{tier} {counts.hit.get(tier, 0) / counts.asked:.1%}" for tier in _TIERS)
     cold = sum(row.cold.execution_seconds for row in outcome.rows)
     warm = sum(row.warm.execution_seconds for row in outcome.rows)
     missing = "".join(f"Left out, for lack of a Redis: {phase}.\n" for phase in left_out(outcome))
@@ -117,7 +118,7 @@ def _request(row: Row) -> dict[str, object]:
         "request_id": warm.request_id,
         "phase": row.phase,
         "prompt_tokens": warm.prompt_tokens,
-        "cached_tokens": {tier.value: warm.cached.get(tier, 0) for tier in TierName},
+        "cached_tokens": {tier.value: warm.cached.get(tier, 0) for tier in _TIERS},
         "computed_tokens": warm.computed_tokens,
         "queue_ms": _ms(warm.queue_seconds),
         "execution_ms": _ms(warm.execution_seconds),

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from prefill.service.endpoints import Chats, Completions, Serving
+from prefill.service.endpoints import Chats, Completions, Serving, open_bodies
 from prefill.service.errors import ServiceError, answer_to
 from prefill.service.reply import error_object
 
@@ -24,14 +24,22 @@ def build_app(
 ) -> Starlette:
     """``metrics`` gives body and content type for an Accept header."""
     created = int(serving.wall_clock())
-    model = {"id": serving.model, "object": "model", "created": created, "owned_by": _OWNER}
+    model = {
+        "id": serving.model,
+        "object": "model",
+        "created": created,
+        "owned_by": _OWNER,
+        "max_model_len": serving.context_tokens,
+    }
+
+    bodies = open_bodies(serving.context_tokens, serving.stall_seconds)
 
     def admit(request: Request) -> None:
         serving.gate.require_key(request.headers.get("authorization", ""))
 
     async def models(request: Request) -> Response:
         admit(request)
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": serving.context_tokens}]})
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def one_model(request: Request) -> Response:
         admit(request)
@@ -51,8 +59,8 @@ def build_app(
 
     return Starlette(
         routes=[
-            Route("/v1/completions", Completions(serving), methods=["POST"], name="completions"),
-            Route("/v1/chat/completions", Chats(serving), methods=["POST"], name="chats"),
+            Route("/v1/completions", Completions(serving, bodies), methods=["POST"], name="completions"),
+            Route("/v1/chat/completions", Chats(serving, bodies), methods=["POST"], name="chats"),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from kvstore.errors import PoolError
 from prefill.assemble import Worker
 from prefill.errors import RequestError
 from prefill.handoff import Handoff
@@ -68,7 +69,8 @@ class Driver:
         self._worker = worker
         self._limits = limits
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._landing = Landing(worker.store, worker.spec.root, clock, limits.landing_seconds)
+        where, seconds = worker.tiers.remote.name, limits.landing_seconds
+        self._landing = Landing(worker.store, worker.spec.root, where, clock, seconds)
         self._streams: dict[str, Stream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="prefill-engine", daemon=True)
@@ -227,7 +229,9 @@ class Driver:
         """Tell the loop; of a handoff once its blocks have landed."""
         told = []
         for output in outputs:
-            if output.error is not None:
+            if isinstance(output.error, PoolError):
+                _log.warning("request %r failed: %s", output.request_id, output.error)
+            elif output.error is not None:
                 _log.error("request %r failed", output.request_id, exc_info=output.error)
             if output.handoff is not None:
                 self._landing.watch(output.handoff, partial(self._tell, self._deliver, [output]))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +20,7 @@ from kvstore.block import Uint32Array
 from prefill.config import Role
 from prefill.request import FinishReason, Request
 from prefill.service.asks import require_model
+from prefill.service.bodies import Bodies, BodyLimits
 from prefill.service.errors import Refusal, ServiceError
 from prefill.service.forms import ChatForm, CompletionForm, Form, Head
 from prefill.service.front import Front
@@ -32,6 +32,8 @@ from prefill.text import Detokenizer, StopStrings, Text
 
 _BODY_BYTES = 2**20
 _BODY_BYTES_A_TOKEN = 64
+_BODIES_BYTES = 2**25
+_BODIES_MAX = 1024
 _Kind = TypeVar("_Kind", bound=Body)
 
 
@@ -71,9 +73,9 @@ class _Asked:
 class Endpoint(ABC, Generic[_Kind]):
     """An ASGI application: one API that continues prompts."""
 
-    def __init__(self, serving: Serving, api: str, kind: type[_Kind], form: Form) -> None:
+    def __init__(self, serving: Serving, bodies: Bodies, kind: type[_Kind], form: Form) -> None:
         self._serving = serving
-        self._api = api
+        self._bodies = bodies
         self._kind = kind
         self._form = form
 
@@ -81,7 +83,7 @@ class Endpoint(ABC, Generic[_Kind]):
         http = HttpRequest(scope, receive)
         reply = Reply(send, self._serving.stall_seconds)
         try:
-            with self._serving.gate.request(self._api, http.headers.get("authorization", "")):
+            with self._serving.gate.request(self._form.api, http.headers.get("authorization", "")):
                 asked = await self._read(http)
                 await unless_gone(receive, self._answer(asked, reply))
         except Exception as error:  # noqa: BLE001 - one bad request must not end the connection unanswered
@@ -107,12 +109,13 @@ class Endpoint(ABC, Generic[_Kind]):
                 Refusal.MALFORMED, "the model has no tokenizer, so no text; use the gRPC API with token ids"
             )
         arrived, text = serving.clock(), serving.text
-        body = read_body(self._kind, await _read_bytes(http, self._body_bytes(), serving.stall_seconds))
-        require_model(body.model, serving.model)
-        # Tokenizers take long for long prompts, and one at a time.
-        loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(serving.tokenizing, lambda: self.encode(body, text))
-        answer_id = f"{self._api}-{uuid.uuid4().hex}"
+        async with self._bodies.read(http) as sent:
+            body = read_body(self._kind, sent)
+            require_model(body.model, serving.model)
+            # Tokenizers take long for long prompts, and one at a time.
+            loop = asyncio.get_running_loop()
+            tokens = await loop.run_in_executor(serving.tokenizing, lambda: self.encode(body, text))
+        answer_id = f"{self._form.id_prefix}-{uuid.uuid4().hex}"
         request = Request(
             answer_id,
             tokens,
@@ -124,10 +127,6 @@ class Endpoint(ABC, Generic[_Kind]):
             ignore_eos=body.ignore_eos,
         )
         return _Asked(body, request, text, Head(answer_id, int(serving.wall_clock()), serving.model))
-
-    def _body_bytes(self) -> int:
-        """Most bytes of a body: what is longer cannot fit the context."""
-        return _BODY_BYTES + _BODY_BYTES_A_TOKEN * self._serving.context_tokens
 
     def _answer_tokens(self, body: _Kind, prompt_tokens: int) -> int:
         """Most tokens to answer; ServiceError where prompt and answer do not fit the context."""
@@ -186,8 +185,8 @@ class Endpoint(ABC, Generic[_Kind]):
 class Completions(Endpoint[CompletionBody]):
     """/v1/completions: a prompt as text or token ids."""
 
-    def __init__(self, serving: Serving) -> None:
-        super().__init__(serving, "cmpl", CompletionBody, CompletionForm())
+    def __init__(self, serving: Serving, bodies: Bodies) -> None:
+        super().__init__(serving, bodies, CompletionBody, CompletionForm())
 
     def encode(self, body: CompletionBody, text: Text) -> Uint32Array:
         prompt = body.only_prompt
@@ -200,8 +199,8 @@ class Completions(Endpoint[CompletionBody]):
 class Chats(Endpoint[ChatBody]):
     """/v1/chat/completions: messages, made a prompt by the model's chat template."""
 
-    def __init__(self, serving: Serving) -> None:
-        super().__init__(serving, "chatcmpl", ChatBody, ChatForm())
+    def __init__(self, serving: Serving, bodies: Bodies) -> None:
+        super().__init__(serving, bodies, ChatBody, ChatForm())
 
     def encode(self, body: ChatBody, text: Text) -> Uint32Array:
         return text.encode_chat([message.for_template() for message in body.messages])
@@ -210,23 +209,7 @@ class Chats(Endpoint[ChatBody]):
         return self._serving.default_max_tokens
 
 
-async def _read_bytes(http: HttpRequest, limit: int, seconds: float) -> bytes:
-    """A body of at most ``limit`` bytes that comes within ``seconds``."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for piece in http.stream():
-                body += piece
-                if len(body) > limit:
-                    raise ServiceError(
-                        Refusal.TOO_LARGE,
-                        f"the body has more than {limit} bytes, which no prompt of this model's context "
-                        "needs; send a shorter one",
-                    )
-    except TimeoutError as error:
-        raise ServiceError(
-            Refusal.SLOW, f"the body did not come within {seconds:g} s; send it at once"
-        ) from error
-    except ClientDisconnect as error:
-        raise ServiceError(Refusal.CANCELLED, "the client hung up") from error
-    return bytes(body)
+def open_bodies(context_tokens: int, seconds: float) -> Bodies:
+    """For prompts of a model's context; each has ``seconds`` to come."""
+    each = _BODY_BYTES + _BODY_BYTES_A_TOKEN * context_tokens
+    return Bodies(BodyLimits(each, max(_BODIES_BYTES, 2 * each), _BODIES_MAX, seconds))

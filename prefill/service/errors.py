@@ -21,6 +21,11 @@ class Answer(NamedTuple):
     code: str | None
     rpc: grpc.StatusCode
 
+    @property
+    def label(self) -> str:
+        """What metrics call it: the code, or the type where it has none."""
+        return self.code or self.kind
+
 
 class Refusal(Enum):
     """Kinds of refusals beyond those that the engine makes."""
@@ -65,6 +70,10 @@ class Refusal(Enum):
         grpc.StatusCode.FAILED_PRECONDITION,
     )
     DRAINING = Answer(HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "draining", grpc.StatusCode.UNAVAILABLE)
+    MEMORY = Answer(
+        HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "out_of_memory", grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
+    """There is no room at the moment; ``TOO_LONG`` is what will never fit."""
     READER = Answer(
         HTTPStatus.SERVICE_UNAVAILABLE, "server_error", "reader_too_slow", grpc.StatusCode.ABORTED
     )
@@ -76,6 +85,8 @@ _IN_USE = Answer(HTTPStatus.CONFLICT, "invalid_request_error", None, grpc.Status
 _BUSY = Answer(
     HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "queue_full", grpc.StatusCode.RESOURCE_EXHAUSTED
 )
+_PASSING = (Refusal.MEMORY.value, Refusal.DRAINING.value)
+_RETRY_SECONDS = 1.0
 
 
 class ServiceError(PrefillError):
@@ -100,6 +111,13 @@ def answer_to(error: Exception) -> Answer:
         (PoolError, Refusal.TOO_LONG.value),
     )
     return next((answer for kind, answer in kinds if isinstance(error, kind)), Refusal.FAILED.value)
+
+
+def retry_after_seconds(error: Exception) -> float | None:
+    """When the same request may find what it lacked; None where waiting would not help it here."""
+    if isinstance(error, BusyError):
+        return error.retry_after_seconds
+    return _RETRY_SECONDS if answer_to(error) in _PASSING else None
 
 
 def message_of(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from prefill.request import FinishReason
 from prefill.service.front import Usage
@@ -22,7 +22,10 @@ class Head:
 
 
 class Form(Protocol):
-    """How one API says things."""
+    """How one API says things. ``api`` is its name in metrics, ``id_prefix`` begins its answers' ids."""
+
+    api: ClassVar[str]
+    id_prefix: ClassVar[str]
 
     def whole(self, head: Head, text: str, finished: FinishReason, usage: Usage | None) -> dict[str, object]:
         """The answer in one."""
@@ -40,6 +43,9 @@ class Form(Protocol):
 class CompletionForm:
     """/v1/completions."""
 
+    api: ClassVar[str] = "completions"
+    id_prefix: ClassVar[str] = "cmpl"
+
     def whole(self, head: Head, text: str, finished: FinishReason, usage: Usage | None) -> dict[str, object]:
         return {**self.chunk(head, text, finished), "usage": usage_object(usage)}
 
@@ -56,6 +62,9 @@ class CompletionForm:
 
 class ChatForm:
     """/v1/chat/completions."""
+
+    api: ClassVar[str] = "chat"
+    id_prefix: ClassVar[str] = "chatcmpl"
 
     def whole(self, head: Head, text: str, finished: FinishReason, usage: Usage | None) -> dict[str, object]:
         message = {"role": "assistant", "content": text, "refusal": None}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self
 
 from prefill.errors import HandoffError
 from prefill.handoff import Handoff
 from prefill.request import FinishReason, Request, Result
 from prefill.service.driver import Driver
+from prefill.service.metrics import Fallback, FrontMetrics
 from prefill.service.stream import Stream
 
 
@@ -84,12 +86,18 @@ class Answer:
     """The parts of one answer, as an async iterator."""
 
     def __init__(
-        self, driver: Driver, stream: Stream, handed: Handed | None = None, ends: Collection[int] = ()
+        self,
+        driver: Driver,
+        stream: Stream,
+        begun: Callable[[], None],
+        handed: Handed | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         """``handed`` is what ``stream`` goes on from, where the reader is to have its tokens too.
 
-        One of ``ends`` ends an answer.
+        One of ``ends`` ends an answer. ``begun`` is called with the first token.
         """
+        self._begun: Callable[[], None] | None = begun
         self._driver = driver
         self._stream = stream
         self._handed = handed
@@ -101,7 +109,11 @@ class Answer:
         return self
 
     async def __anext__(self) -> Part:
-        return await anext(self._parts)
+        part = await anext(self._parts)
+        if part.tokens and self._begun is not None:
+            self._begun()
+            self._begun = None
+        return part
 
     async def complete(self, output_tokens: int) -> Usage | None:
         """The reader wants no more than ``output_tokens``: end the request as one that is answered.
@@ -140,8 +152,15 @@ class Answer:
 class Front:
     """Where every API gets its answers."""
 
-    def __init__(self, driver: Driver, prefillers: Prefillers | None, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        prefillers: Prefillers | None,
+        eos_ids: tuple[int, ...],
+        metrics: FrontMetrics,
+    ) -> None:
         """``prefillers`` None: prompts are computed here. ``eos_ids`` are the model's own end tokens."""
+        self._metrics = metrics
         self._driver = driver
         self._prefillers = prefillers
         self._eos_ids = eos_ids
@@ -154,18 +173,22 @@ class Front:
         """
         handed = None if self._prefillers is None else await self._prefillers.prefill(request)
         if handed is None:
+            if self._prefillers is not None:
+                self._metrics.fallback(Fallback.NO_WORKER)
             async with await self._driver.submit(request) as stream:
-                yield Answer(self._driver, stream)
+                yield Answer(self._driver, stream, partial(self._begun, request, None))
             return
         try:
             try:
                 stream, taken = await self._driver.resume(handed.handoff), handed
             except HandoffError as error:
                 handed.reject(str(error))
+                self._metrics.fallback(Fallback.REJECTED)
                 stream, taken = await self._driver.submit(request), None
+            begun = partial(self._begun, request, None if taken is None else taken.handoff)
             ends = request.stop_ids if request.ignore_eos else (*request.stop_ids, *self._eos_ids)
             async with stream:
-                yield Answer(self._driver, stream, taken, ends)
+                yield Answer(self._driver, stream, begun, taken, ends)
         finally:
             handed.acknowledge()
 
@@ -173,4 +196,12 @@ class Front:
     async def resume(self, handoff: Handoff) -> AsyncIterator[Answer]:
         """The rest of an answer, behind what the handoff holds."""
         async with await self._driver.resume(handoff) as stream:
-            yield Answer(self._driver, stream)
+            # Its first token was told by whoever hands over.
+            yield Answer(self._driver, stream, _nothing)
+
+    def _begun(self, request: Request, handoff: Handoff | None) -> None:
+        self._metrics.first_token(self._driver.clock() - request.arrived, handoff)
+
+
+def _nothing() -> None:
+    """Nobody counts this one."""

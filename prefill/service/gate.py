@@ -57,7 +57,7 @@ class Gate:
             raise
         except Exception as error:
             answer = answer_to(error)
-            outcome = answer.code or answer.kind
+            outcome = answer.label
             if answer is Refusal.FAILED.value:
                 _log.exception("a request to %s failed", api)
             raise

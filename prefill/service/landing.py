@@ -22,18 +22,28 @@ class _Waiting:
     probe_at: float
     is_asking: bool = False
     has_landed: bool = False
+    is_offered: bool = False
 
 
 class Landing:
     """Used on the store's own thread, which calls ``check`` between other work.
 
-    A handoff is ready when Redis has its blocks, when nothing more is on its way there (what was
-    dropped will not come), or when the time is over: what is missing the other side computes.
+    A handoff is ready when the tier ``where`` has its blocks, or when the time is over: what is missing
+    the other side computes. What is not there and not on its way either is offered once more, such as
+    what was computed during an outage; when nothing is on its way any more, nothing will come.
     """
 
-    def __init__(self, store: TieredStore, root: Root, clock: Callable[[], float], seconds: float) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        root: Root,
+        where: TierName,
+        clock: Callable[[], float],
+        seconds: float,
+    ) -> None:
         self._store = store
         self._root = root
+        self._where = where
         self._clock = clock
         self._seconds = seconds
         self._waiting: list[_Waiting] = []
@@ -50,9 +60,13 @@ class Landing:
         self._waiting.append(_Waiting(chain, then, now + self._seconds, now))
 
     def check(self) -> None:
-        """Tell those that are ready, and ask Redis for the others now and then."""
-        now, nothing_comes = self._clock(), self._store.idle
-        ready = [each for each in self._waiting if each.has_landed or nothing_comes or each.ends_at <= now]
+        """Tell those that are ready, and ask for the others now and then."""
+        now, nothing_comes = self._clock(), not self._store.queued_bytes
+        ready = [
+            each
+            for each in self._waiting
+            if each.has_landed or (nothing_comes and each.is_offered) or each.ends_at <= now
+        ]
         if ready:
             self._waiting = [each for each in self._waiting if each not in ready]
         for each in self._waiting:
@@ -65,8 +79,11 @@ class Landing:
         def answered(found: Lookup) -> None:
             waiting.is_asking = False
             waiting.probe_at = self._clock() + _PROBE_SECONDS
-            tokens = len(waiting.chain) * self._root.block_size
-            waiting.has_landed = found.alone.get(TierName.REDIS, 0) >= tokens
+            there = found.alone.get(self._where, 0) // self._root.block_size
+            waiting.has_landed = there == len(waiting.chain)
+            if not waiting.has_landed and not waiting.is_offered:
+                waiting.is_offered = True
+                self._store.offer(waiting.chain, there)
 
         waiting.is_asking = True
-        self._store.begin_lookup(waiting.chain, (WHOLE,), {TierName.REDIS}, answered)
+        self._store.begin_lookup(waiting.chain, (WHOLE,), {self._where}, answered)

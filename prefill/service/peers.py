@@ -82,8 +82,12 @@ class Peers:
         key: str | None,
         seconds: float,
         clock: Callable[[], float],
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """``key`` goes along as bearer token; each worker has ``seconds`` for a prompt."""
+        """``key`` goes along as bearer token; each worker has ``seconds`` for a prompt.
+
+        ``credentials`` are for TCP; on unix sockets nothing is encrypted.
+        """
         self._model = model
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
         self._seconds = seconds
@@ -91,7 +95,10 @@ class Peers:
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = []
         for address in addresses:
-            channel = grpc.aio.insecure_channel(str(address), options=_OPTIONS)
+            if credentials is None or address.path is not None:
+                channel = grpc.aio.insecure_channel(str(address), options=_OPTIONS)
+            else:
+                channel = grpc.aio.secure_channel(str(address), credentials, options=_OPTIONS)
             self._peers.append(_Peer(str(address), channel, prefill_pb2_grpc.PrefillServiceStub(channel)))
 
     async def prefill(self, request: Request) -> HandedOver | None:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Message, Receive, Send
 
-from prefill.errors import BusyError
-from prefill.service.errors import Refusal, ServiceError, answer_to, message_of
+from prefill.service.errors import Refusal, ServiceError, answer_to, message_of, retry_after_seconds
 
 _T = TypeVar("_T")
 _DONE = b"data: [DONE]\n\n"
@@ -58,10 +57,9 @@ class Reply:
             await self._write(b"data: " + _encode(content) + b"\n\n", more=False)
             return
         headers = {}
-        if isinstance(error, BusyError):
-            headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
-        if answer is Refusal.DRAINING.value:
-            headers["retry-after"] = "1"
+        seconds = retry_after_seconds(error)
+        if seconds is not None:
+            headers["retry-after"] = str(max(1, round(seconds)))
         if answer is Refusal.KEY.value:
             headers["www-authenticate"] = "Bearer"
         await self.whole(content, answer.http, headers)

@@ -11,12 +11,11 @@ from typing import Any, TypeAlias
 import grpc
 
 from prefill.config import Role
-from prefill.errors import BusyError
 from prefill.handoff import Handoff
 from prefill.request import Request
 from prefill.service.asks import read_ask, unpack, write_progress
 from prefill.service.driver import Driver
-from prefill.service.errors import Refusal, ServiceError, answer_to, message_of
+from prefill.service.errors import Refusal, ServiceError, answer_to, message_of, retry_after_seconds
 from prefill.service.front import Front
 from prefill.service.gate import Gate
 from prefill.service.peers import RETRY_AFTER
@@ -128,6 +127,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                 f"no message was taken in {self._parts.stall_seconds:g} s and the request was cancelled; "
                 "read faster, or raise stall_seconds",
             ) from error
+        except grpc.aio.InternalError as error:
+            # The call was over by then, which cancels this too: what the transport says is what comes out.
+            raise ServiceError(Refusal.CANCELLED, "the caller hung up") from error
 
 
 def _authorization(context: Context) -> str:
@@ -138,10 +140,9 @@ def _authorization(context: Context) -> str:
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    trailing = []
-    if isinstance(error, BusyError):
-        trailing.append((RETRY_AFTER, f"{error.retry_after_seconds:g}"))
+    seconds = retry_after_seconds(error)
+    trailing = () if seconds is None else ((RETRY_AFTER, f"{seconds:g}"),)
     message = message_of(error)
     if len(message) > _MESSAGE_CHARACTERS:
         message = f"{message[:_MESSAGE_CHARACTERS]} …"
-    await context.abort(answer_to(error).rpc, message, tuple(trailing))
+    await context.abort(answer_to(error).rpc, message, trailing)

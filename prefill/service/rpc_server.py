@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvstore.address import Address
 from kvstore.errors import ConfigError
+from kvstore.service.listening import require_free_port
 from prefill.service.asks import MESSAGE_BYTES
 from prefill.service.rpc import PrefillService
 from prefill.v1 import prefill_pb2, prefill_pb2_grpc
@@ -36,7 +37,9 @@ _CALLS_MAX = 4096
 class RpcServer:
     """One worker's calls on one or several addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        """``credentials`` are for TCP; a unix socket has its file's permissions."""
+        self._credentials = credentials
         self._grpc = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
         self._health = health.aio.HealthServicer()
 
@@ -76,9 +79,14 @@ class RpcServer:
     def _listen(self, address: Address) -> str:
         if address.path is not None:
             _require_free(address.path)
+        else:
+            require_free_port(address)
         before = os.umask(_SOCKET_UMASK)
         try:
-            port = self._grpc.add_insecure_port(str(address))
+            if address.path is not None or self._credentials is None:
+                port = self._grpc.add_insecure_port(str(address))
+            else:
+                port = self._grpc.add_secure_port(str(address), self._credentials)
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address}: it is in use, or not this machine's to use; "

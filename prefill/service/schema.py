@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from prefill.request import Sampling
 from prefill.service.errors import Refusal, ServiceError
@@ -49,6 +50,28 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 # About the caller, not about the answer.
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
+# Fields of several types, behind which pydantic names the type that it tried.
+_UNIONS = ("prompt", "content")
+
+# What would fit, by pydantic's kind of problem, in words of JSON.
+_EXPECTED: Mapping[str, str] = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "model_type": "an object",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "too_short": "a length of at least {min_length}",
+    "too_long": "a length of at most {max_length}",
+    "string_too_short": "a length of at least {min_length}",
+    "string_too_long": "a length of at most {max_length}",
+}
+
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else [] if value is None else value
@@ -82,7 +105,7 @@ class Body(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, ge=0, le=1)
     top_k: int = Field(default=0, ge=-1, le=2**31 - 1)
     seed: int | None = Field(default=None, ge=SEED_MIN, le=SEED_MAX)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -95,7 +118,7 @@ class Body(BaseModel):
     @classmethod
     def _drop_what_asks_for_nothing(cls, given: object) -> object:
         if not isinstance(given, dict):
-            raise ValueError("expected a JSON object")
+            raise ValueError("a JSON object")
         kept = {}
         for name, value in given.items():
             if value is None or name in _IGNORED:
@@ -125,7 +148,11 @@ class Body(BaseModel):
         return self.max_tokens
 
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, max(self.top_k, 0), self.seed)
+        top_k = max(self.top_k, 0)
+        if self.top_p == 0:
+            # As in OpenAI's: no share of the mass leaves the most likely token.
+            return Sampling(0.0, 1.0, top_k, self.seed)
+        return Sampling(self.temperature, self.top_p, top_k, self.seed)
 
 
 class CompletionBody(Body):
@@ -185,7 +212,7 @@ class ChatBody(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-def read_body(kind: type[_Body], body: bytes) -> _Body:
+def read_body(kind: type[_Body], body: bytes | bytearray) -> _Body:
     """ServiceError where ``body`` is no JSON, or has a field that is unknown or does not fit."""
     try:
         return kind.model_validate_json(body)
@@ -196,22 +223,46 @@ def read_body(kind: type[_Body], body: bytes) -> _Body:
 
 
 def _refusal(error: ValidationError) -> ServiceError:
-    """The first problem: clients show one."""
-    problem = error.errors(include_url=False)[0]
-    reason = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected", 1)
+    """The problem that lies deepest: of the alternatives of a field, the one that was meant."""
+    problems = error.errors(include_url=False)
+    paths = [_path(problem) for problem in problems]
+    path = max(paths, key=len)
+    found = [problem for problem, place in zip(problems, paths, strict=True) if place == path]
+    problem, name = found[0], ".".join(map(str, path))
+    reason = " or ".join(dict.fromkeys(map(_reason, found)))
     if problem["type"] == "json_invalid":
         return ServiceError(
             Refusal.MALFORMED, f"the body is not JSON ({reason}); send one JSON object with its Content-Type"
         )
-    places = [str(place) for place in problem["loc"]]
-    if not places:
-        return ServiceError(Refusal.MALFORMED, f"the body does not fit: {reason}")
-    name = places[0]
+    if not path:
+        return ServiceError(Refusal.MALFORMED, f"the body does not fit: expected {reason}")
     if problem["type"] == "extra_forbidden":
-        return ServiceError(Refusal.MALFORMED, f"{'.'.join(places)} is unknown; leave it out", name)
+        return ServiceError(Refusal.MALFORMED, f"{name} is unknown; leave it out", name)
     if problem["type"] == "missing":
-        return ServiceError(Refusal.MALFORMED, f"{'.'.join(places)} is missing; send it", name)
-    return ServiceError(Refusal.MALFORMED, f"{name} = {_short(problem['input'])}: {reason}", name)
+        return ServiceError(Refusal.MALFORMED, f"{name} is missing; send it", name)
+    value = _short(problem["input"])
+    return ServiceError(Refusal.MALFORMED, f"{name} = {value}: expected {reason}", name)
+
+
+def _path(problem: ErrorDetails) -> tuple[str | int, ...]:
+    """Where it is in the body, without the alternatives that pydantic names after types."""
+    loc = problem["loc"]
+    return tuple(place for number, place in enumerate(loc) if not number or loc[number - 1] not in _UNIONS)
+
+
+def _reason(problem: ErrorDetails) -> str:
+    """What would fit, in words of JSON."""
+    known = _EXPECTED.get(problem["type"])
+    if known is not None:
+        return known.format_map({name: _plain(value) for name, value in problem.get("ctx", {}).items()})
+    told = problem["msg"]
+    for opening in ("Value error, ", "Input should be ", "Invalid JSON: "):
+        told = told.removeprefix(opening)
+    return told
+
+
+def _plain(bound: object) -> object:
+    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
 def _same(value: object, neutral: object) -> bool:

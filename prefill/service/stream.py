@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from kvstore.errors import PoolError
 from prefill.output import StepOutput
 from prefill.request import Result
 from prefill.service.errors import Refusal, ServiceError
@@ -56,7 +57,7 @@ class Stream:
     def fail(self, error: Exception) -> None:
         """End the request; the reader gets ``error`` behind what is here. Nothing where it is over."""
         if self._end is not None:
-            self._failure = error
+            self._failure = _as_passing(error)
             self._changed.set()
             self.close()
 
@@ -84,6 +85,11 @@ class Stream:
 
     async def __aexit__(self, *_error: object) -> None:
         self.close()
+
+
+def _as_passing(error: Exception) -> Exception:
+    """What can never fit is refused before it has a stream, so memory that lacks now may be there later."""
+    return ServiceError(Refusal.MEMORY, str(error)) if isinstance(error, PoolError) else error
 
 
 def _too_slow(limit: int) -> ServiceError:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,11 +23,28 @@ _SEND_BUFFER_BYTES = 16 * 2**10
 """What the kernel keeps for a slow reader: tokens are small, and more would only hide that it lags."""
 
 
+@dataclass(frozen=True, slots=True)
+class WebTLS:
+    """PEM files that ``server_credentials`` has found to be good."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None
+
+    def settings(self) -> dict[str, Any]:
+        """As uvicorn knows them."""
+        files = {"ssl_certfile": str(self.cert), "ssl_keyfile": str(self.key)}
+        if self.client_ca is None:
+            return files
+        return {**files, "ssl_ca_certs": str(self.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+
+
 class WebServer:
     """Answers HTTP from ``start`` to ``stop``."""
 
-    def __init__(self, address: Address, stall_seconds: float) -> None:
+    def __init__(self, address: Address, stall_seconds: float, tls: WebTLS | None = None) -> None:
         """Take the port; nobody is answered yet. ConfigError where it cannot be had."""
+        self._tls = tls
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -40,7 +61,8 @@ class WebServer:
                 "name another address, or none"
             ) from error
         port = int(self._socket.getsockname()[1])
-        self.url = f"http://{Address(host=address.host, port=port)}"
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{Address(host=address.host, port=port)}"
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -59,6 +81,7 @@ class WebServer:
             backlog=_BACKLOG,
             limit_concurrency=_CONNECTIONS_MAX,
             timeout_graceful_shutdown=1,
+            **({} if self._tls is None else self._tls.settings()),
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="prefill-http")

@@ -108,8 +108,28 @@ def test_the_same_tokens_as_in_one_process(
         assert two.generate(prompt, NEW_TOKENS, **sampled) == one.generate(prompt, NEW_TOKENS, **sampled)
         assert two.generate(prompt, 1) == one.generate(prompt, 1)
     assert decode_side.total("prefill_tokens_total", source="computed") == 0
+    assert decode_side.total("prefill_fallbacks_total") == 0
     dying.assert_quiet()
     decode_side.assert_quiet()
+
+
+def test_the_first_token_as_clients_see_it(dying: PrefillWorker, decode_side: PrefillWorker) -> None:
+    """It is the prefill worker's queue and execution, and what lies between the two workers."""
+
+    def seconds(name: str, **labels: str) -> float:
+        return decode_side.total(f"prefill_front_{name}_seconds_sum", **labels)
+
+    before, parts_before = seconds("ttft"), seconds("part")
+    on_the_other_side = dying.total("prefill_ttft_seconds_sum")
+    execution = seconds("part", part="execution")
+    count = decode_side.total("prefill_front_ttft_seconds_count", prefilled="elsewhere")
+    with Rpc(decode_side.grpc) as rpc:
+        rpc.generate(tokens_of(200, seed=20), 4)
+    assert decode_side.total("prefill_front_ttft_seconds_count", prefilled="elsewhere") == count + 1
+    ttft = seconds("ttft") - before
+    assert ttft == pytest.approx(seconds("part") - parts_before)
+    assert seconds("part", part="execution") - execution > 0
+    assert ttft > dying.total("prefill_ttft_seconds_sum") - on_the_other_side > 0
 
 
 def test_the_openai_api_of_a_decode_worker(
@@ -146,6 +166,8 @@ def test_before_it_has_begun(alone: PrefillWorker, dying: PrefillWorker, decode_
     with dying.frozen(), asked(decode_side, prompt) as answer:
         dying.kill()
         assert answer.result(30) == expected(alone, prompt)
+    assert decode_side.total("prefill_fallbacks_total", cause="no_worker") == 1
+    assert decode_side.total("prefill_front_ttft_seconds_count", prefilled="here") == 1
     dying.start()
     other = tokens_of(97, seed=3)
     with Rpc(decode_side.grpc) as rpc:

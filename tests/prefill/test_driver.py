@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from kvstore.address import Address
+from kvstore.errors import PoolError
 from prefill.assemble import Worker
 from prefill.config import Role
 from prefill.engine import EngineOptions
@@ -22,9 +25,10 @@ from prefill.model import LoadedModel
 from prefill.output import StepReport
 from prefill.request import FinishReason, Request
 from prefill.service.driver import Driver, DriverLimits, Wake
-from prefill.service.errors import ServiceError
+from prefill.service.errors import ServiceError, answer_to, retry_after_seconds
 from prefill.service.front import Front, Part
 from prefill.service.gate import Gate
+from prefill.service.metrics import FrontMetrics
 from prefill.service.rpc import PrefillService, RpcParts
 from prefill.service.rpc_server import RpcServer
 from prefill.service.stream import Stream
@@ -125,7 +129,14 @@ async def served(driver: Driver) -> tuple[RpcServer, str]:
     server = RpcServer()
     [address] = server.bind([Address(host="127.0.0.1", port=0)])
     gate = Gate(None, lambda _api, _outcome: None)
-    parts = RpcParts(gate, driver, Front(driver, None, ()), Role.BOTH, "tiny", stall_seconds=30.0)
+    parts = RpcParts(
+        gate,
+        driver,
+        Front(driver, None, (), FrontMetrics(CollectorRegistry())),
+        Role.BOTH,
+        "tiny",
+        stall_seconds=30.0,
+    )
     await server.start(PrefillService(parts))
     return server, address
 
@@ -163,12 +174,36 @@ def test_health_is_red_for_a_while_after_a_step_that_raised(loaded: LoadedModel)
         assert_quiet(worker)
 
 
+def test_memory_that_others_hold_may_be_free_later(loaded: LoadedModel) -> None:
+    """Unlike a request that never fits, this one is worth sending again."""
+
+    async def play(driver: Driver) -> list[int | None]:
+        request = request_of("r", prompt_of(34))
+        held = await driver.ask(lambda: worker.store.reserve(worker.spec.root.digest, 63))
+        with pytest.raises(ServiceError, match="no room on the device") as raised:
+            await tokens_of(await driver.submit(request))
+        assert answer_to(raised.value).http is HTTPStatus.SERVICE_UNAVAILABLE
+        assert answer_to(raised.value).rpc is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert retry_after_seconds(raised.value) == 1.0
+        with pytest.raises(PoolError, match="raise device_bytes") as never:
+            await driver.submit(request_of("never", prompt_of(34), 1024 - 34))
+        assert answer_to(never.value).http is HTTPStatus.BAD_REQUEST
+        assert retry_after_seconds(never.value) is None
+        await driver.ask(lambda: worker.store.unreserve(held))
+        return await tokens_of(await driver.submit(request))
+
+    with make_worker(loaded, WorkerOptions(device_blocks=63)) as worker:
+        assert len(drive(worker, play)) == 6
+        assert_quiet(worker)
+
+
 class Prefilled:
     """A prompt that has been prefilled elsewhere, and whoever did that."""
 
     def __init__(self, handoff: Handoff) -> None:
         self.handoff = handoff
         self.is_acknowledged = False
+        self.rejected = ""
 
     async def prefill(self, _request: Request) -> Prefilled:
         return self
@@ -177,12 +212,12 @@ class Prefilled:
         self.is_acknowledged = True
 
     def reject(self, reason: str) -> None:
-        raise AssertionError(reason)
+        self.rejected = reason
 
 
 def test_a_first_token_that_ends_the_answer_comes_with_the_end(loaded: LoadedModel) -> None:
     """As where one worker does it all: readers leave the last token of such an answer out."""
-    request = request_of("r", prompt_of(34))
+    request, metrics = request_of("r", prompt_of(34)), FrontMetrics(CollectorRegistry())
     with make_worker(loaded) as worker:
         handed = Prefilled(hand_over(worker.engine, request))
     first = handed.handoff.output[0]
@@ -191,7 +226,8 @@ def test_a_first_token_that_ends_the_answer_comes_with_the_end(loaded: LoadedMod
     async def play(driver: Driver) -> list[list[Part]]:
         answers = []
         for prefillers in (None, handed):
-            async with Front(driver, prefillers, (first,)).generate(request) as answer:
+            front = Front(driver, prefillers, (first,), metrics)
+            async with front.generate(request) as answer:
                 answers.append([part async for part in answer])
         return answers
 
@@ -201,3 +237,24 @@ def test_a_first_token_that_ends_the_answer_comes_with_the_end(loaded: LoadedMod
     for parts in (here, elsewhere):
         assert [(part.tokens, part.finished) for part in parts] == [([first], FinishReason.STOP)]
     assert handed.is_acknowledged
+    assert not handed.rejected
+
+
+def test_a_handoff_of_another_model_is_counted_and_prefilled_here(loaded: LoadedModel) -> None:
+    request, registry = request_of("r", prompt_of(34)), CollectorRegistry()
+    with make_worker(loaded) as worker:
+        expected = answer(worker.engine, request).tokens
+        handoff = hand_over(worker.engine, request)
+    handed = Prefilled(replace(handoff, namespace=bytes(16)))
+
+    async def play(driver: Driver) -> list[int]:
+        async with Front(driver, handed, (), FrontMetrics(registry)).generate(request) as parts:
+            return [token async for part in parts for token in part.tokens]
+
+    with make_worker(loaded) as worker:
+        assert drive(worker, play) == expected
+        assert_quiet(worker)
+    assert "run the same model" in handed.rejected
+    assert handed.is_acknowledged
+    assert registry.get_sample_value("prefill_fallbacks_total", {"cause": "rejected"}) == 1
+    assert registry.get_sample_value("prefill_front_ttft_seconds_count", {"prefilled": "here"}) == 1

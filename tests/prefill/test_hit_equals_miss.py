@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from kvstore.block import TierName
 from prefill.assemble import Worker
 from prefill.model import LoadedModel
-from prefill.paged import BlockTable, KVMemory
-from prefill.plan import blocks_for, usable_blocks
-from prefill.runner import Runner, Span
+from prefill.plan import usable_blocks
 from tests.support.models import ARCHITECTURES, plain_model
 from tests.support.valkey import ValkeyServer, shared_valkey
 from tests.support.workers import (
@@ -39,6 +37,7 @@ from tests.support.workers import (
     ready_blocks,
     request_of,
     resident,
+    run_in_pieces,
     watch,
 )
 
@@ -48,6 +47,7 @@ NEW_TOKENS = 6
 LOGIT_TOLERANCE = 1e-4
 # One token past two blocks, a tail of two, whole blocks, and more blocks than one.
 LENGTHS = (33, 34, 48, 100)
+TIERS = (TierName.DEVICE, TierName.HOST, TierName.REDIS)
 
 
 @dataclass
@@ -110,13 +110,13 @@ def bench(
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("tier", TierName)
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("cut", ["one block", "all usable blocks"])
 def test_a_hit_gives_the_tokens_and_logits_of_a_miss(
     bench: Bench, cut: str, length: int, tier: TierName
 ) -> None:
-    prompt = prompt_of(length, seed=[*TierName].index(tier) + 3 * (cut == "one block"))
+    prompt = prompt_of(length, seed=TIERS.index(tier) + 3 * (cut == "one block"))
     blocks = 1 if cut == "one block" else usable_blocks(length, BLOCK_SIZE)
     bench.fill(prompt[: blocks * BLOCK_SIZE], tier)
     bench.check(prompt, {tier: blocks * BLOCK_SIZE})
@@ -129,11 +129,11 @@ def test_a_miss(bench: Bench, length: int) -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("tier", TierName)
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_same_prompt_again(bench: Bench, length: int, tier: TierName) -> None:
     """Of a prompt that is whole blocks the last one is cached too, and yet computed again for its logits."""
-    prompt = prompt_of(length, seed=20 + [*TierName].index(tier))
+    prompt = prompt_of(length, seed=20 + TIERS.index(tier))
     bench.fill(prompt, tier)
     assert resident(bench.worker, prompt)[tier] == length // BLOCK_SIZE
     bench.check(prompt, {tier: usable_blocks(length, BLOCK_SIZE) * BLOCK_SIZE})
@@ -165,7 +165,7 @@ def test_another_workers_blocks(bench: Bench, shared_valkey: ValkeyServer, lengt
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("tier", TierName)
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_against_the_same_cut(
     tmp_path: Path,
@@ -179,12 +179,12 @@ def test_bfloat16_against_the_same_cut(
     prompt in two pieces differ, with or without a cache. A hit is a run in two pieces.
     """
     loaded = load_tiny(architecture, tmp_path, dtype=torch.bfloat16)
-    prompt, cut = prompt_of(100, seed=50 + [*TierName].index(tier)), 64
+    prompt, cut = prompt_of(100, seed=50 + TIERS.index(tier)), 64
     with (
         make_worker(loaded, WorkerOptions(redis_url=shared_valkey.url)) as worker,
         watch(loaded.model) as seen,
     ):
-        tokens = run_in_pieces(loaded, prompt, cut)
+        tokens = run_in_pieces(loaded, prompt, cut, NEW_TOKENS)
         expected = seen.rows()[1:]
         Bench(worker, loaded, loaded.model, seen).fill(prompt[:cut], tier)
         seen.clear()
@@ -193,17 +193,3 @@ def test_bfloat16_against_the_same_cut(
         assert torch.equal(seen.rows(), expected)
         assert result.tokens == tokens
         assert_quiet(worker)
-
-
-def run_in_pieces(loaded: LoadedModel, prompt: Tokens, cut: int) -> list[int]:
-    """Greedy tokens after [0, cut) and [cut, …) of a prompt, without a store."""
-    blocks, slot = blocks_for(len(prompt) + NEW_TOKENS, BLOCK_SIZE), loaded.spec.block_bytes(BLOCK_SIZE)
-    memory = KVMemory(torch.zeros(blocks * slot, dtype=torch.uint8), loaded.spec, BLOCK_SIZE)
-    runner, table = Runner(loaded.model, memory), BlockTable(range(0, blocks * slot, slot))
-    runner.step([Span(table, 0, prompt[:cut])])
-    tokens, start = prompt, cut
-    for _ in range(NEW_TOKENS):
-        logits = runner.step([Span(table, start, tokens[start:])])
-        start = len(tokens)
-        tokens = np.append(tokens, np.uint32(logits.argmax()))
-    return [int(token) for token in tokens[len(prompt) :]]

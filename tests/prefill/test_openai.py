@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx2
@@ -12,11 +14,14 @@ import openai
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.prefill_workers import Forks, PrefillWorker, soon, tokens_of, worker
+from tests.support.prefill_workers import REPOSITORY, Forks, PrefillWorker, soon, tokens_of, worker
 
 MODEL = "tiny-chat"
 NARROW = "narrow-" + "x" * 240
+LONGEST_BODY = 2**20 + 64 * 1024
+BODIES_BYTES = 2**25
 PROMPT = "Müller said: a prompt of more than one block, so that it is found again. "
 CHAT: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -120,6 +125,7 @@ def test_a_seed_decides(client: openai.OpenAI) -> None:
 
     assert sampled(1) == sampled(1)
     assert len({sampled(seed) for seed in range(4)}) > 1
+    assert complete(client, temperature=2, top_p=0).choices[0].text == complete(client).choices[0].text
     top = {"ignore_eos": True, "top_k": 1}
     assert complete(client, temperature=2, extra_body=top).choices[0].text == complete(client).choices[0].text
 
@@ -146,10 +152,24 @@ def test_a_stop_string_ends_before_it(client: openai.OpenAI, server: PrefillWork
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    [listed] = client.models.list()
+    assert (listed.id, listed.to_dict()["max_model_len"]) == (MODEL, 1024)
+    assert client.models.retrieve(MODEL) == listed
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.models.retrieve("gpt-9")
+
+
+def test_every_metric_is_documented(server: PrefillWorker) -> None:
+    page = (REPOSITORY / "docs" / "prefill.md").read_text(encoding="utf-8")
+    body = httpx2.get(f"{server.http}/metrics", timeout=30).text
+    families = [
+        family
+        for family in text_string_to_metric_families(body)
+        if family.name.startswith("prefill_") and not family.name.endswith("_created")
+    ]
+    assert len(families) > 15
+    for family in families:
+        assert f"`{family.name}{'_total' if family.type == 'counter' else ''}`" in page
 
 
 def test_salts_keep_prompts_apart(client: openai.OpenAI) -> None:
@@ -184,20 +204,22 @@ def body(**fields: Any) -> bytes:
         (body(prompt=[2**31]), 400, None, None, "token id 2147483648, expected 0 to 502"),
         (body(prompt=[]), 400, None, None, "0 tokens"),
         (body(prompt=["a", "b"]), 400, "prompt", "unsupported_parameter", "2 prompts"),
-        (body(prompt={"a": 1}), 400, "prompt", None, "prompt ="),
-        (body(temperature=-1), 400, "temperature", None, "greater than or equal to 0"),
-        (body(temperature=1e9), 400, "temperature", None, "less than or equal to 2"),
+        (body(prompt={"a": 1}), 400, "prompt", None, "prompt = {'a': 1}: expected text or a list"),
+        (body(prompt=[5, -1]), 400, "prompt.1", None, "prompt.1 = -1: expected at least 0"),
+        (body(temperature=-1), 400, "temperature", None, "temperature = -1: expected at least 0"),
+        (body(temperature=1e9), 400, "temperature", None, "expected at most 2"),
         (body(temperature=float("nan")), 400, "temperature", None, "finite"),
-        (body(temperature="hot"), 400, "temperature", None, "'hot'"),
-        (body(top_p=0), 400, "top_p", None, "greater than 0"),
+        (body(temperature="hot"), 400, "temperature", None, "'hot': expected a number"),
+        (body(top_p=-0.1), 400, "top_p", None, "expected at least 0"),
         (body(top_k=-7), 400, "top_k", None, "-7"),
         (body(seed=2**70), 400, "seed", None, "9223372036854775807"),
-        (body(max_tokens=0), 400, "max_tokens", None, "greater than or equal to 1"),
+        (body(max_tokens=0), 400, "max_tokens", None, "expected at least 1"),
+        (body(max_tokens=1.5), 400, "max_tokens", None, "expected a whole number"),
         (body(n=2), 400, "n", "unsupported_parameter", "n = 2 is not supported"),
         (body(logprobs=5), 400, "logprobs", "unsupported_parameter", "logprobs = 5"),
         (body(echo=True), 400, "echo", "unsupported_parameter", "echo = True"),
-        (body(stop=[""]), 400, "stop", None, "stop"),
-        (body(stop=["x"] * 17), 400, "stop", None, "at most 16"),
+        (body(stop=[""]), 400, "stop.0", None, "expected a length of at least 1"),
+        (body(stop=["x"] * 17), 400, "stop", None, "expected a length of at most 16"),
         (body(stream_options={"include_usage": True}), 400, "stream_options", None, "set stream"),
         (body(temprature=1), 400, "temprature", None, "temprature is unknown"),
         (b" " * (2 << 20), 413, None, "request_too_large", "more than 1114112 bytes"),
@@ -235,10 +257,18 @@ def test_messages_that_do_not_fit(server: PrefillWorker) -> None:
         error: dict[str, Any] = answer.json()["error"]
         return error
 
-    assert refused([])["param"] == "messages"
-    assert "'tool'" in refused([{"role": "tool", "content": "x"}])["message"]
+    nothing = refused([])
+    assert (nothing["param"], nothing["message"]) == (
+        "messages",
+        "messages = []: expected a length of at least 1",
+    )
+    tool = refused([CHAT[0], {"role": "tool", "content": "x"}])
+    assert tool["param"] == "messages.1.role"
+    assert "messages.1.role = 'tool': expected 'system'" in tool["message"]
+    assert refused([{"role": "user"}])["param"] == "messages.0.content"
+    assert refused([{"role": "user", "content": 5}])["param"] == "messages.0.content"
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
-    assert refused([{"role": "user", "content": [image]}])["param"] == "messages"
+    assert refused([{"role": "user", "content": [image]}])["param"] == "messages.0.content.0.type"
     late = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
     assert "system comes first" in refused(late)["message"]
 
@@ -270,12 +300,28 @@ def test_a_client_that_hangs_up_frees_everything(server: PrefillWorker) -> None:
         connection.sendall(http_request(content))
         assert soon(lambda: server.held.get("prefill_running_requests") == 1)
     server.assert_quiet()
-    assert server.total("prefill_requests_total", api="cmpl", outcome="cancelled") == 2
+    assert server.total("prefill_requests_total", api="completions", outcome="cancelled") == 2
 
 
 def http_request(content: bytes) -> bytes:
     lines = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
     return lines.encode() + content
+
+
+def test_bodies_that_are_being_read_do_not_fill_the_memory(server: PrefillWorker) -> None:
+    """Many that are nearly there, each as long as one may be: some are told to come again."""
+    host, port = server.http.removeprefix("http://").split(":")
+    begun = http_request(b" " * LONGEST_BODY)[:-1]
+    with ExitStack() as stack:
+        for _ in range(BODIES_BYTES // LONGEST_BODY + 2):
+            connection = stack.enter_context(socket.create_connection((host, int(port))))
+            with suppress(ConnectionError):  # it has been told
+                connection.sendall(begun)
+        assert soon(lambda: server.total("prefill_requests_total", outcome="queue_full"))
+        served = server.held["prefill_served_requests"]
+        assert 0 < served <= BODIES_BYTES // LONGEST_BODY
+    server.assert_quiet()
+    assert post(server, body()).status_code == 200
 
 
 def test_a_reader_that_stops_reading_is_cut_off(narrow: PrefillWorker) -> None:
@@ -295,15 +341,16 @@ def test_a_reader_that_stops_reading_is_cut_off(narrow: PrefillWorker) -> None:
 
 def test_more_requests_than_may_wait(narrow: PrefillWorker) -> None:
     """One runs, one waits, and the third is told when to come again; the others are undisturbed."""
-    with narrow.openai() as client:
+    with narrow.openai() as client, ThreadPoolExecutor(1) as threads:
         asked: dict[str, Any] = {"model": NARROW, "prompt": PROMPT, "stream": True, **GREEDY}
         first = client.completions.create(**asked, max_tokens=600)
         next(first)
+        rest = threads.submit(list, first)  # whoever does not read is cut off
         second = client.completions.create(**asked, max_tokens=8, timeout=60)
         with pytest.raises(openai.RateLimitError) as refused:
             complete(client, model=NARROW)
         assert refused.value.code == "queue_full"
         assert int(refused.value.response.headers["retry-after"]) >= 1
         assert len(list(second)) > 1
-        assert len(list(first)) > 1
+        assert len(rest.result(30)) > 1
     narrow.assert_quiet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -141,6 +142,20 @@ def test_a_cancelled_call_frees_everything(rpc: Rpc, server: PrefillWorker) -> N
     server.assert_quiet()
     status, _ = refused(lambda: list(rpc.stub.Generate(request, timeout=0.2)))
     assert status is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_calls_whose_time_is_over_while_they_are_written_to(rpc: Rpc, server: PrefillWorker) -> None:
+    """The transport may say so before the call is cancelled: no defect, and nothing for the log."""
+
+    def late(number: int) -> grpc.StatusCode:
+        request = prefill_pb2.GenerateRequest(ask=ask_of(tokens_of(20, seed=number), 900))
+        return refused(lambda: list(rpc.stub.Generate(request, timeout=0.2 + number / 500)))[0]
+
+    with ThreadPoolExecutor(40) as threads:
+        assert set(threads.map(late, range(40))) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+    server.assert_quiet()
+    assert server.total("prefill_requests_total", api="Generate", outcome="server_error") == 0
+    assert "failed" not in server.log
 
 
 def test_health_and_reflection(rpc: Rpc) -> None:
