@@ -34,14 +34,17 @@ class Names:
         return len(self._numbers)
 
     def of(self, words: NDArray[np.uint64], block_bytes: int) -> SlotArray:
-        """A number for each name before one that comes again, new ones where there is none yet."""
+        """A number for each name before one that comes again, new ones where there is none yet.
+
+        A block keeps its size as long as a ghost holds it, whatever another namespace says of that name.
+        """
         names = distinct_head(split_hashes(words.tobytes()))
         ids = np.array([self._number(name) for name in names], dtype=np.int64)
         if len(self._names) > len(self.sizes):
             grown = max(64, 2 * len(self._names))
             self.sizes = _grown(self.sizes, grown)
             self.holders = _grown(self.holders, grown)
-        self.sizes[ids] = block_bytes
+        self.sizes[ids[self.holders[ids] == 0]] = block_bytes
         return ids
 
     def hashes(self, ids: SlotArray) -> bytes:
@@ -154,13 +157,13 @@ class Ghost:
             self._remove(victims)
 
     def _bring(self, missing: SlotArray, hashes: bytes, parent: int, time: float) -> None:
-        occupancy, size = self._occupancy, int(self._names.sizes[missing[0]])
-        if self._free < len(missing) * size:
-            self._make_room(len(missing) * size, size, hashes, parent)
-        fresh = missing[: max(0, self._free // size)]
+        occupancy, sizes = self._occupancy, self._names.sizes[missing].cumsum()
+        if self._free < sizes[-1]:
+            self._make_room(int(sizes[-1]), int(sizes[0]), hashes, parent)
+        fresh = missing[: sizes.searchsorted(self._free, side="right")]
         if not len(fresh):
             return
-        self._free -= len(fresh) * size
+        self._free -= int(sizes[len(fresh) - 1])
         self._ages.resident[fresh] = True
         self._names.holders[fresh] += 1
         occupancy.parent[fresh[0]] = parent

@@ -167,7 +167,8 @@ def _stop_waiting(space: Space, parent: bytes, slot: int) -> None:
     waiting = space.awaiting.get(parent)
     if waiting is None:
         return
-    waiting.remove(slot)
+    # Who left together with its parent did not wait, though others may: for a name that a client made up.
+    waiting.discard(slot)
     if not waiting:
         del space.awaiting[parent]
 

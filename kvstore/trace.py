@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 _ROOT = Root(digest=bytes(16), block_size=1, algorithm="xxh3_128")
 _GZIP_MAGIC = b"\x1f\x8b"
 _SHOWN_CHARACTERS = 60
+_RECORDING = b'"recording"'
+_log = logging.getLogger(__name__)
 
 
 class TraceError(KVStoreError):
@@ -98,14 +101,15 @@ def read_trace(paths: Sequence[Path], block_tokens: int = 16) -> list[Request]:
     ``input_length``, the last one full or not; or with ``token_ids``, the prompt, which is cut into whole
     blocks of ``block_tokens`` as the store does; or recorded by a server, whose first line says
     ``{"recording": 1}``. Files are parts of one trace: the same ids are the same blocks, and the requests
-    are merged by time, in the order given where that is equal. TraceError for what cannot be read.
+    are merged by time, in the order given where that is equal. A recording may end anywhere: its server
+    may still be at it, or have been killed. TraceError for what else cannot be read.
     """
     reader = _Reader(block_tokens)
     requests: list[Request] = []
     for path in paths:
         parse = reader.request
         for where, line in _lines(path):
-            if b'"recording"' in line:
+            if _RECORDING in line:
                 _parse(_Heading, line, where)
                 parse = reader.recorded
             elif not line.isspace():
@@ -125,13 +129,21 @@ def read_trace(paths: Sequence[Path], block_tokens: int = 16) -> list[Request]:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """Each line with its place, for messages."""
-    number = 0
+    number, recorded = 0, False
     try:
         with path.open("rb") as file:
             packed = file.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
             for number, line in enumerate(_unpacked(file) if packed else file, start=1):
+                recorded = recorded or _RECORDING in line
+                if recorded and not line.endswith((b"}", b"}\n")):
+                    raise EOFError("its last line is cut")
                 yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
+        if recorded and isinstance(error, EOFError):
+            _log.warning(
+                "%s is a recording without an end (%s): what is replayed is what it has", path, error
+            )
+            return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if not number:
             raise TraceError(f"{path} cannot be read ({reason}), expected a trace; check the path") from error

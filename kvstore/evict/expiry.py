@@ -7,6 +7,7 @@ blocks writes down anyway, and costs a use nothing. It is found by a sweep over 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf, nextafter
 from typing import Protocol
 
 import numpy as np
@@ -55,7 +56,7 @@ class Expiry:
     """Finds what was last used ``ttl_seconds`` ago or earlier: leaves first, nothing that is pinned.
 
     A block counts as used when it or what hangs from it was. Sweeps begin a sixteenth of the time to live
-    apart, so that much later than its time, and a sweep's length, a block leaves at the latest.
+    apart, and at once where one has freed what hangs from a slice before it.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Expiry:
         self._occupancy = occupancy
         self._ages = ages
         self._slice_slots = slice_slots
-        self._next_sweep = -np.inf
+        self._next_sweep = -inf
         self._since = 0.0
         self._at = 0
         self._again = False
@@ -92,7 +93,8 @@ class Expiry:
         if stop >= self._ages.slots:
             self._at = 0
             if not self._again:
-                self._next_sweep = now + self._ttl_seconds / _SWEEPS
+                # Later than now, however short that is: who sweeps until nothing is due comes to an end.
+                self._next_sweep = max(now + self._ttl_seconds / _SWEEPS, nextafter(now, inf))
         return gone
 
     def _loose(self, idle: SlotArray) -> SlotArray:

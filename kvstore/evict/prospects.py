@@ -138,7 +138,7 @@ class Prospects:
 
     def droppable(self, chain: Chain, worth: float, following: float) -> int:
         """How many of a chain's last blocks go, ``worth`` the last of them, before another is worth less."""
-        if chain.whole or chain.lost:
+        if chain.whole or worth <= 0:
             return chain.length
         missing, fresh, step = chain.missing, chain.fresh, self._columns.step[chain.row]
         share = self._tails.share(missing, fresh, step) * following / worth

@@ -100,7 +100,10 @@ class Reuse:
     def add(self, slots: SlotArray, hashes: bytes, parent: int, time: float) -> None:
         self._cover()
         self._pass(time)
-        chain = self._chains.awaiting(hashes[:HASH_BYTES]) or self._ending_at(parent)
+        chain = self._chains.awaiting(hashes[:HASH_BYTES])
+        if chain is None or (len(chain.slots) and chain.slots[-1] != parent):
+            # The blocks of a chain hang from each other: what it waits for may come without what is before.
+            chain = self._ending_at(parent)
         if chain is None:
             # Where clients only write, nothing else comes by to forget those that are gone.
             self._drop_ghosts()
@@ -117,10 +120,8 @@ class Reuse:
 
     def forget(self, slots: SlotArray) -> None:
         known = slots[slots < len(self._owner)]
-        for chain in self._owners(known):
-            # What stays behind a gap is told of as orphans next.
-            self._set(chain, chain.slots[np.isin(chain.slots, known, invert=True)])
-        self._owner[known] = NOBODY
+        # What stays behind a gap is told of as orphans next.
+        self._part_from_owners(known)
         self._open_gates(self._occupancy.parent[known])
 
     def orphan(self, slots: SlotArray) -> None:
@@ -128,9 +129,7 @@ class Reuse:
         runs = runs_below(self._occupancy.parent, known[self._owner[known] != NOBODY])
         if not runs:
             return
-        below = np.concatenate(runs)
-        for chain in self._owners(below):
-            self._set(chain, chain.slots[np.isin(chain.slots, below, invert=True)])
+        self._part_from_owners(np.concatenate(runs))
         for run in runs:
             now = self._prospects.now
             unreachable = Chain(self._chains.next, now, len(run), 0, now, NO_SLOTS, lost=True)
@@ -243,45 +242,60 @@ class Reuse:
             first = hit * HASH_BYTES
             self._chains.await_block(chain, touch.hashes[first : first + HASH_BYTES])
         if hit:
-            self._keep(chain, touch.slots)
+            self._set(chain, touch.slots)
+            self._queue(chain)
 
     def _take_over(self, slots: SlotArray, known: int, gone: Chain | None) -> _Line:
         """Part blocks from the chains that had them; what the request that uses them goes on from.
 
-        ``gone`` is the chain that reaches deepest, to block ``known``, if beyond the resident ones.
+        They belong to the chain that is opened next. ``gone`` is the chain that reaches deepest, to block
+        ``known``, if beyond the resident ones.
         """
         line = None
         if len(slots):
-            for owner, start, stop in owned_runs(self._owner, slots):
-                # Where clients made names up, a chain may have been gone on from past a block that stayed.
-                chain = self._chains.by_number.get(owner)
-                line = None
-                if chain is not None and chain is not gone:
-                    line = self._part(chain, chain.first + stop - start, slots[stop - 1])
+            runs = owned_runs(self._owner, slots)
+            self._owner[slots] = self._chains.next
+            for owner, start, stop in runs:
+                chain, line = self._chains.by_number[owner], None
+                if chain is not gone:
+                    kept = self._own(chain) if stop - start < len(chain.slots) else NO_SLOTS
+                    line = self._part(chain, chain.first + stop - start, kept, slots[stop - 1])
         if gone is not None:
-            line = self._part(gone, known)
+            line = self._part(gone, known, self._own(gone))
         return _Line(0, self._prospects.now) if line is None else line
 
-    def _part(self, chain: Chain, end: int, last: np.int64 | None = None) -> _Line | None:
-        """Take a chain's blocks up to ``end``; what is gone on from there, if anything is.
+    def _part(self, chain: Chain, end: int, kept: SlotArray, last: np.int64 | None = None) -> _Line | None:
+        """Take a chain's blocks up to ``end``, but for those that are ``kept``; what is gone on from there.
 
-        A name that a client made up may be of a chain that does not reach that far: nothing is taken.
+        A name that a client made up may be of a chain that does not reach that far: nothing goes on there.
         """
-        if not chain.first < end <= chain.length:
-            return None
-        share = (end - chain.first) / (chain.length - chain.first)
         line = None
-        if share > _CONTINUED and (last is None or self._occupancy.children[last] < _HUB):
-            line = _Line(chain.turn + 1, chain.born)
-            self._prospects.continued(chain, chain.length - end)
-            if end < chain.length:
-                self._leave_over(chain, chain.length - end)
-        kept = chain.slots[end - chain.first :]
-        chain.first = end
-        self._set(chain, kept.copy() if len(kept) else NO_SLOTS)
-        if end == chain.length:
+        if chain.first < end <= chain.length:
+            share = (end - chain.first) / (chain.length - chain.first)
+            # What was brought behind a chain whose end was gone need not be of its prompt: it stays.
+            chain.length = max(chain.length, end + len(kept))
+            hub = last is not None and self._occupancy.children[last] >= _HUB
+            if share > _CONTINUED and not hub and not chain.lost:
+                line = _Line(chain.turn + 1, chain.born)
+                self._prospects.continued(chain, chain.length - end)
+                if end < chain.length:
+                    self._leave_over(chain, chain.length - end)
+            chain.first = end
+        self._set(chain, kept)
+        if chain.first == chain.length and not chain.lost:
             self._close(chain)
         return line
+
+    def _part_from_owners(self, slots: SlotArray) -> None:
+        """These are nobody's from now on."""
+        owners = self._owners(slots)
+        self._owner[slots] = NOBODY
+        for chain in owners:
+            self._set(chain, self._own(chain))
+
+    def _own(self, chain: Chain) -> SlotArray:
+        """Those of a chain's blocks that nobody took from it."""
+        return chain.slots[self._owner[chain.slots] == chain.number] if len(chain.slots) else NO_SLOTS
 
     def _leave_over(self, chain: Chain, blocks: int) -> None:
         """A chain was continued elsewhere: its last blocks are a branch that was left, used just now."""

@@ -12,6 +12,8 @@ from kvstore.evict.hazard import TURN_CLASSES
 
 _FORKS = 1.0
 _USES = 1.0
+_LEAST_COUNT = 1e-6
+"""What a count fades to at least, if it ever was one: their sums are divided by, whatever was seen since."""
 
 
 class Tails:
@@ -42,9 +44,8 @@ class Tails:
     def refresh(self, *, fade: bool) -> None:
         """Recompute the shares."""
         if fade:
-            self._counts = [count / 2 for count in self._counts]
-            self._forks = [count / 2 for count in self._forks]
-            self._uses = [count / 2 for count in self._uses]
+            for counts in (self._counts, self._forks, self._uses):
+                counts[:] = [count and max(_LEAST_COUNT, count / 2) for count in counts]
         total = sum(self._counts)
         running = 0.0
         shares = []

@@ -156,6 +156,15 @@ def test_the_pool_and_the_replay_keep_the_same_blocks(
         assert len(lean.resident) == len(pool.resident())
 
 
+def test_however_short_the_time_sweeps_come_to_an_end() -> None:
+    pool = Pool(ONLINE["lru"], 8192)
+    expiry = Expiry(1e-12, pool.pool.occupancy, TableAges(pool.pool.extents))
+    assert expiry.behind(1e9)
+    expiry.due(1e9)
+    assert not expiry.behind(1e9)
+    assert expiry.behind(1e9 + 1)
+
+
 SPEC = make_spec()
 KEPT = StoreOptions(idle_ttl_seconds=TTL, lease_seconds=1000.0, demotion=Demotion.ON_EVICT)
 

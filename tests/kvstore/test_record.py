@@ -192,6 +192,21 @@ def test_gzip_by_the_name(tmp_path: Path) -> None:
     assert len(read(made.path)[1]) == 1
 
 
+@pytest.mark.parametrize("name", ["recording.jsonl", "recording.jsonl.gz"])
+def test_a_recording_without_an_end_is_read_as_far_as_it_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    path = tmp_path / name
+    record = recorder(path)
+    for number in range(50):
+        record(asked(name=number.to_bytes(16, "little")))
+    record.close()
+    path.write_bytes(path.read_bytes()[:-100])
+    assert 10 < len(read_trace([path])) < 50
+    (said,) = caplog.messages
+    assert f"{path} is a recording without an end" in said
+
+
 def test_a_recording_that_is_there_is_left_alone(tmp_path: Path) -> None:
     """A server that starts again does not fail and does not overwrite."""
     (tmp_path / "a.jsonl.gz").write_bytes(b"old")

@@ -175,6 +175,16 @@ def test_where_prompts_part_what_follows_is_worth_little() -> None:
     assert tails.share(5, 6, 1) > 0.4, "of other turns nothing is known"
 
 
+def test_what_was_not_seen_for_ever_so_long_is_unknown_again() -> None:
+    """Counts that are halved again and again come to nothing, and nothing cannot be divided by."""
+    tails = Tails()
+    tails.count(1, 5, 2)
+    for _ in range(1200):
+        tails.refresh(fade=True)
+    assert tails.share(9, 10, 2) == pytest.approx(0.5)
+    assert tails.share(0, 10, 2) > 0
+
+
 @pytest.mark.parametrize(("turn", "expected"), [(0, 0), (5, 5), (6, 6), (7, 6), (8, 7), (10**9, 12)])
 def test_turns_are_told_apart_while_there_are_few(turn: int, expected: int) -> None:
     assert turn_class(turn) == expected < TURN_CLASSES - 1

@@ -169,6 +169,23 @@ def test_names_that_a_client_makes_up_break_nothing(policy: str) -> None:
         assert what_if.tracked_blocks <= 24
 
 
+def test_names_of_two_namespaces_with_blocks_of_two_sizes_make_no_room() -> None:
+    """Brought as small blocks and taken away as large ones, they would leave more than there was."""
+    sizes = {b"a" * 16: 1, b"b" * 16: 64}
+    random = np.random.default_rng(8)
+    what_if = WhatIf(POLICIES["lru"](conversation()), 64, sizes.__getitem__)
+
+    def events() -> Iterator[RequestSettled]:
+        for number in range(50):
+            hashes = random.bytes(16 * HASH_BYTES)
+            for name in sizes:
+                yield RequestSettled(float(number), name, 16 * TOKENS, hashes=hashes)
+
+    feed(what_if, events())
+    what_if.close()
+    assert what_if.tracked_blocks <= 4 * 64
+
+
 def test_smaller_blocks_begin_again_and_no_count_falls() -> None:
     sizes = {b"a" * 16: 64, b"b" * 16: 1}
     random = np.random.default_rng(0)
