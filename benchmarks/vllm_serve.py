@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -81,7 +82,7 @@ def served(model: Path, asked: Namespace, flags: list[str]) -> Iterator[str]:
     command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--block-size", str(asked.block), "--max-model-len", str(asked.prefix + SUFFIX + 64)]
     command += ["--uvicorn-log-level", "error", *flags]
-    with subprocess.Popen(command, env=environment(), stdout=sys.stderr) as process:
+    with subprocess.Popen(command, env=environment(), stdout=sys.stderr, process_group=0) as process:
         try:
             deadline = time.monotonic() + START_SECONDS
             while not _ready(url):
@@ -94,7 +95,7 @@ def served(model: Path, asked: Namespace, flags: list[str]) -> Iterator[str]:
             try:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its engine and workers would go on without it
 
 
 def _ready(url: str) -> bool:

@@ -35,6 +35,7 @@ ANSWER = 3 * BLOCK_SIZE + 5
 """Tokens to generate, more than a window."""
 CROWD_TOKENS = 40
 LAYERS, KV_HEADS, HEAD_SIZE = 6, 2, 32
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * HEAD_SIZE * BLOCK_SIZE * 4
 SHAPE: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 128,
@@ -119,12 +120,15 @@ def test_prompts_can_be_told_apart_by_what_is_generated(expected: Plain) -> None
 
 
 def test_a_block_has_all_layers(store: Sidecar) -> None:
-    assert spec_in(store).payload_bytes == LAYERS * 2 * KV_HEADS * HEAD_SIZE * BLOCK_SIZE * 4
+    assert spec_in(store).payload_bytes == BLOCK_BYTES
 
 
 def test_a_prompt_of_many_windows(caching: Engine, expected: Plain) -> None:
+    before = caching.counted("loaded_bytes")
     output = caching.one(LONG)
     assert (output.cached, output.tokens) == (whole_blocks(len(LONG)), expected["long"])
+    copied = len(LONG) // BLOCK_SIZE + 2 * 2  # of two groups only the last window
+    assert caching.counted("loaded_bytes") - before == copied * BLOCK_BYTES // 3
 
 
 def test_the_last_token_is_computed_with_all_of_its_window(caching: Engine, expected: Plain) -> None:
@@ -143,6 +147,18 @@ def test_only_what_the_engine_lacks_is_loaded(store: Sidecar, caching: Engine, e
         assert (output.cached, output.tokens) == (whole_blocks(len(LONG)), expected["long"])
         assert caching.counted("loaded_tokens") - loaded == whole_blocks(len(LONG)) - blocks * BLOCK_SIZE
         await_idle(store)
+        eventually(lambda: caching.ask("forget"))
+
+
+def test_aborted_at_any_moment_of_a_load(store: Sidecar, caching: Engine) -> None:
+    """No block of any group is left behind: an engine forgets nothing while one is in use."""
+    for steps in range(4):
+        name = f"aborted-{steps}"
+        caching.ask("start", prompt=LONG, name=name)
+        caching.ask("step", times=steps)
+        caching.ask("abort", name=name)
+        await_idle(store)
+        caching.ask("step", times=3)
         eventually(lambda: caching.ask("forget"))
 
 
@@ -190,8 +206,7 @@ def test_a_failed_load_is_computed_again(
         overwrite(store, spec, DAMAGED[block], block, b"damage")
     store.restart()
     for block, running in ((0, crowded), (3, caching)):
-        while not running.one(DAMAGED[1]).cached:
-            pass  # until it has noticed the restart
+        await_hit(running, DAMAGED[1], 4 * BLOCK_SIZE)  # when it has noticed the restart
         assert running.one(GROWN[block]).tokens == expected[f"grown{block}"]
         assert running.counted("failed_load_blocks") == 4
         await_hit(crowded, GROWN[block], 8 * BLOCK_SIZE)
@@ -199,7 +214,7 @@ def test_a_failed_load_is_computed_again(
 
 
 def await_hit(running: Engine, prompt: list[int], tokens: int) -> None:
-    """What was damaged is replaced when the server has heard of it."""
+    """It comes when the engine has noticed a restart, or the server has heard of damage."""
     eventually(lambda: running.one(prompt).cached == tokens)
 
 

@@ -93,7 +93,9 @@ def test_blocks_of_groups_of_layers(layout: str) -> None:
     assert source.payload_bytes == 5 * HEADS * TOKENS * WIDTH * 2
     moved = [np.zeros(source.payload_bytes, dtype=np.uint8) for _ in range(2)]
     source.gather([1, 2, 3, 4, 5, 1], moved)
-    target.scatter(moved, [2, NULL_BLOCK, 1, 3, 4, 5])
+    targets = [2, NULL_BLOCK, 1, 3, 4, 5]
+    target.scatter(moved, targets)
+    assert target.loaded_bytes(targets) == 9 * HEADS * TOKENS * WIDTH * 2, "one layer of ten less"
     pairs = {"full.0": {1: 2, 4: 3}, "window.0": {5: 4}, "window.1": {3: 1, 1: 5}, "window.2": {3: 1, 1: 5}}
     for name, blocks in pairs.items():
         for one, other in blocks.items():

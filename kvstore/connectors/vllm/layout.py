@@ -104,6 +104,10 @@ class EngineBlocks:
     def payload_bytes(self) -> int:
         return int(self._spans[-1][1])
 
+    def loaded_bytes(self, block_ids: Sequence[int]) -> int:
+        """What ``scatter`` copies into these blocks."""
+        return len(block_ids) * self.payload_bytes
+
     def fence(self) -> Any:  # noqa: ANN401 - a CUDA event, or None
         """After what has been submitted to the device by now; for ``gather``."""
         if self.in_host_memory:
@@ -151,6 +155,13 @@ class GroupedBlocks:
     @property
     def payload_bytes(self) -> int:
         return sum(group.payload_bytes for _, group, _ in self._groups)
+
+    def loaded_bytes(self, block_ids: Sequence[int]) -> int:
+        """What ``scatter`` copies into these blocks, which is nothing of what no window sees."""
+        return sum(
+            group.loaded_bytes([block for block in block_ids[place :: self.width] if block != NULL_BLOCK])
+            for place, group, _ in self._groups
+        )
 
     def fence(self) -> Any:  # noqa: ANN401 - as ``EngineBlocks.fence``
         """After what has been submitted to the device by now."""

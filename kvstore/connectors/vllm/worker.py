@@ -170,7 +170,7 @@ class WorkerSide:
         self._blocks.scatter(views, job.block_ids[: len(views) * self._blocks.width], fence)
         good = min(len(views), borrowed.valid(self._rank.shard))
         self._tally.add("load_seconds", self._clock() - began)
-        self._tally.add("loaded_bytes", good * self._blocks.payload_bytes)
+        self._tally.add("loaded_bytes", self._blocks.loaded_bytes(job.block_ids[: good * self._blocks.width]))
         return good
 
     def _store(self, job: SaveJob, fence: Any) -> bool:  # noqa: ANN401 - what ``EngineBlocks.fence`` gave
