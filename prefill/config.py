@@ -34,7 +34,7 @@ from prefill.scheduler import Policy
 
 ENVIRONMENT_PREFIX = "PREFILL_"
 _DECODE_REDIS_SECONDS = 5.0
-_DECODE_PROBE_SECONDS = 0.5
+_HANDOFF_PROBE_SECONDS = 0.5
 
 STORE_SETTINGS = (
     "pool_path",
@@ -282,7 +282,8 @@ def config_for_role(settings: LoadedConfig, role: Role) -> Config:
 
     Workers of a machine have a pool each, and find it again when they are started again. A prefill
     worker hands whole prompts to Redis; for a decode worker they are worth waiting for, and an answer
-    that came too late would have it compute a whole prompt.
+    that came too late would have it compute a whole prompt. So would a Redis that the prefill worker
+    gave up for a moment's delay.
     """
     config = settings.config
     suits: dict[str, object] = {
@@ -292,9 +293,10 @@ def config_for_role(settings: LoadedConfig, role: Role) -> Config:
         suits["redis_queue_bytes"] = config.pool_bytes
     if role is Role.DECODE:
         suits["redis_acquire_seconds"] = max(_DECODE_REDIS_SECONDS, config.redis_probe_seconds)
-        is_open = settings.sources["redis_acquire_seconds"] is Source.DEFAULT
+    if role is not Role.BOTH:
+        is_open = role is Role.DECODE and settings.sources["redis_acquire_seconds"] is Source.DEFAULT
         longest = _DECODE_REDIS_SECONDS if is_open else config.redis_acquire_seconds
-        suits["redis_probe_seconds"] = min(_DECODE_PROBE_SECONDS, longest)
+        suits["redis_probe_seconds"] = min(_HANDOFF_PROBE_SECONDS, longest)
     chosen = {name: value for name, value in suits.items() if settings.sources[name] is Source.DEFAULT}
     return config.model_copy(update=chosen)
 

@@ -42,6 +42,8 @@ _DRAIN_SECONDS = 0.25
 """Between two looks at whether somebody is in a hurry."""
 _LAST_WORDS_SECONDS = 0.5
 """For errors to reach those whose answers are cut short."""
+_REACH_SECONDS = 1.0
+"""For Redis to be connected to before the first request, whose time for it is short."""
 _log = logging.getLogger(__name__)
 
 
@@ -147,7 +149,9 @@ class Service:
             model, config, clock=clock, listeners=(relay,), options=options, beside=beside
         )
         opened.callback(worker.close)
-        host = worker.tiers.host
+        host, remote = worker.tiers.host, worker.tiers.remote
+        if isinstance(remote, RedisTier):
+            remote.reach(clock() + _REACH_SECONDS)
         relay.target = Metrics(self._registry, lambda _: self.model, {host.name: unread_bytes(host.pool)})
         limits = DriverLimits(serve.stream_tokens, serve.landing_seconds)
         driver = Driver(worker, wake, clock, limits)
@@ -170,6 +174,7 @@ class Service:
                 clock=clocks.monotonic,
                 credentials=self._access.peers,
             )
+        self._warn_of_short_memory()
         front = Front(self._driver, self._peers, self._loaded.spec.eos_ids, FrontMetrics(self._registry))
         self._driver.start()
         await rpc.start(
@@ -215,9 +220,22 @@ class Service:
             is_empty = await self._driver.ask(partial(self._worker.store.drain, min(left, _DRAIN_SECONDS)))
         await self._driver.stop()
 
+    @property
+    def _pool_tokens(self) -> int:
+        root = self._worker.spec.root
+        return self._worker.store.room(root.digest) * root.block_size
+
+    def _warn_of_short_memory(self) -> None:
+        if self._pool_tokens < self.context_tokens:
+            _log.warning(
+                "device memory holds %d tokens, the model's context %d: longer requests are refused; raise "
+                "device_bytes",
+                self._pool_tokens,
+                self.context_tokens,
+            )
+
     def _serving(self, front: Front) -> Serving:
         tokenizer = self._loaded.tokenizer
-        store, root = self._worker.store, self._worker.spec.root
         return Serving(
             gate=self._gate,
             front=front,
@@ -226,7 +244,7 @@ class Service:
             text=None if tokenizer is None else Text(tokenizer),
             tokenizing=self._tokenizing,
             context_tokens=self.context_tokens,
-            pool_tokens=store.room(root.digest) * root.block_size,
+            pool_tokens=self._pool_tokens,
             default_max_tokens=self._serve.default_max_tokens,
             stall_seconds=self._serve.stall_seconds,
             clock=self._clocks.monotonic,

@@ -72,13 +72,15 @@ class SpanBySpan:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def mask(self, queries: int, keys: int) -> torch.Tensor:
-        """Additive mask (queries, keys) of the last ``queries`` of ``keys`` tokens, as a view.
+        """Additive mask (queries, keys) of the last ``queries`` of ``keys`` tokens.
 
         Masks of all tile sizes are windows of one: each is zeros with the same triangle at the right.
         """
         rows, columns = self._mask.shape
         right = columns - rows + queries
-        return self._mask[:queries, right - keys : right]
+        window = self._mask[:queries, right - keys : right]
+        # torch's memory-efficient kernel reads 16 bytes at a time, and does not look where a mask begins.
+        return window.clone(memory_format=torch.contiguous_format) if window.is_cuda else window
 
     def _over_history(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None

@@ -63,9 +63,15 @@ def _read_key(path: Path) -> str:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_key_file {path} cannot be read: {error}; correct the path") from error
-    if not lines or not lines[0].strip():
+    key = lines[0].strip() if lines else ""
+    if not key:
         raise ConfigError(f"api_key_file {path} has no key in its first line; write one there")
-    return lines[0].strip()
+    if not (key.isascii() and key.isprintable()):
+        # A header holds no more: nobody could send it.
+        raise ConfigError(
+            f"api_key_file {path} holds more than printable ASCII in its first line; choose another key"
+        )
+    return key
 
 
 def _warn_of_open_ways(serve: ServeConfig, key: str | None) -> None:

@@ -162,7 +162,7 @@ class Driver:
     def _close(self, stream: Stream) -> None:
         self._streams.pop(stream.request_id, None)
         if not stream.is_finished:
-            self._commands.put(lambda: self._worker.engine.cancel(stream.request_id))
+            self._commands.put(partial(self._cancel, stream.request_id))
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -206,6 +206,10 @@ class Driver:
             command()
         except Exception:  # noqa: BLE001 - the thread is all that this worker has, and nobody waits for it
             _log.exception("a command to the engine failed")
+
+    def _cancel(self, request_id: str) -> None:
+        self._worker.engine.cancel(request_id)
+        self._landing.forget(request_id)
 
     def _step(self) -> float:
         """One step of the engine; seconds to wait for commands before the next."""

@@ -130,7 +130,7 @@ class Endpoint(ABC, Generic[_Kind]):
 
     def _answer_tokens(self, body: _Kind, prompt_tokens: int) -> int:
         """Most tokens to answer; ServiceError where prompt and answer do not fit the context."""
-        context, asked = self._serving.context_tokens, body.answer_tokens
+        context, (field, asked) = self._serving.context_tokens, body.answer_tokens
         # The last token's own KV is never computed, so it needs no place.
         left = context + 1 - prompt_tokens
         if left < 1 or (asked is not None and asked > left):
@@ -139,7 +139,7 @@ class Endpoint(ABC, Generic[_Kind]):
                 Refusal.TOO_LONG,
                 f"this model's maximum context length is {context} tokens, and the request has "
                 f"{prompt_tokens} in the prompt{wanted}; shorten the prompt or the answer",
-                "prompt" if left < 1 else "max_tokens",
+                body.prompt_field if left < 1 else field,
             )
         if asked is not None:
             return asked

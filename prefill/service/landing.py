@@ -16,6 +16,7 @@ _PROBE_SECONDS = 0.02
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    request_id: str
     chain: Chain
     then: Callable[[], None]
     ends_at: float
@@ -57,7 +58,11 @@ class Landing:
         request = handoff.request(0.0)
         now = self._clock()
         chain = Chain.of(self._root, request.tokens, request.extras)
-        self._waiting.append(_Waiting(chain, then, now + self._seconds, now))
+        self._waiting.append(_Waiting(handoff.request_id, chain, then, now + self._seconds, now))
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for that handoff any more, and another request may have its id by now. Idempotent."""
+        self._waiting = [each for each in self._waiting if each.request_id != request_id]
 
     def check(self) -> None:
         """Tell those that are ready, and ask for the others now and then."""

@@ -12,13 +12,16 @@ from typing import Any
 import grpc
 
 from kvstore.address import Address
-from prefill.errors import BusyError, HandoffError, PromptError
+from prefill.errors import BusyError, HandoffError, PrefillError, PromptError
 from prefill.handoff import Handoff
 from prefill.request import Request
 from prefill.service.asks import MESSAGE_BYTES, write_ask
+from prefill.service.errors import Refusal, ServiceError
 from prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 RETRY_AFTER = "retry-after"
+ERROR_CODE = "error-code"
+"""Trailing metadata with the ``code`` that OpenAI's error object would have: statuses tell less apart."""
 _AVOID_SECONDS = 1.0
 """A worker that failed is not asked for this long; it may have been started again by then."""
 _AVOID_SLOW_SECONDS = 30.0
@@ -35,6 +38,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.enable_retries", 0),
 )
+_PASSED_ON = {each.value.code: each for each in (Refusal.MEMORY, Refusal.TOO_LONG)}
 _log = logging.getLogger(__name__)
 _Stub = Any
 """The generated stub of PrefillService, whose methods have no annotations."""
@@ -105,24 +109,29 @@ class Peers:
         """Ask one worker after the other until one hands the prompt over; None where none can.
 
         Nothing of the answer has been told to anybody by then, so that a worker that dies costs time
-        and no token. Raises PromptError, and BusyError where workers are there and all busy.
+        and no token. Raises what is wrong with the prompt, and where workers are there and have no place
+        BusyError, or a ServiceError of the memory that they lack.
         """
-        busy: BusyError | None = None
+        full: BusyError | ServiceError | None = None
         for peer in sorted(self._peers, key=lambda each: each.asked):
             if peer.avoid_until > self._clock():
                 continue
             try:
                 return await self._ask(peer, request)
             except BusyError as error:
-                busy = error
+                full = error
+            except ServiceError as error:
+                if error.refusal is not Refusal.MEMORY:
+                    raise
+                full = error
             except HandoffError as error:
                 self.avoid(peer, _AVOID_SLOW_SECONDS, str(error))
             except grpc.aio.AioRpcError as error:
                 late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 reason = f"{error.code().name.lower()}: {error.details()}"
                 self.avoid(peer, _AVOID_SLOW_SECONDS if late else _AVOID_SECONDS, reason)
-        if busy is not None:
-            raise busy
+        if full is not None:
+            raise full
         _log.warning("no worker of prefill_at hands over: %s is prefilled here", request.request_id)
         return None
 
@@ -145,7 +154,7 @@ class Peers:
             await peer.channel.close()
 
     async def _ask(self, peer: _Peer, request: Request) -> HandedOver:
-        """One worker's handoff: BusyError, PromptError, HandoffError or AioRpcError."""
+        """One worker's handoff: HandoffError, what it refused, or AioRpcError where it could not say."""
         # Each try has a name of its own: a worker that was slow may still be at an earlier one.
         request_id = f"{request.request_id[:_ID_CHARACTERS]}-{uuid.uuid4().hex[:8]}"
         ask = prefill_pb2.PrefillRequest(ask=write_ask(request, request_id, self._model))
@@ -153,13 +162,10 @@ class Peers:
         try:
             answer = await peer.stub.Prefill(ask, timeout=self._seconds, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise BusyError(
-                    error.details() or "the prefill workers are busy", _retry_after(error)
-                ) from error
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise PromptError(error.details() or "a prefill worker refused the prompt") from error
-            raise
+            refusal = _refusal_of(error)
+            if refusal is None:
+                raise
+            raise refusal from error
         finally:
             peer.asked -= 1
         try:
@@ -179,12 +185,21 @@ class Peers:
             _log.warning("%s was not told of a handoff (%s)", peer.address, error.code().name.lower())
 
 
-def _retry_after(error: grpc.aio.AioRpcError) -> float:
-    for key, value in error.trailing_metadata() or ():
-        if key == RETRY_AFTER:
-            try:
-                # In this order a NaN is the lower bound.
-                return min(max(1.0, float(value)), _RETRY_SECONDS_MAX)
-            except ValueError:
-                break
-    return 1.0
+def _refusal_of(error: grpc.aio.AioRpcError) -> PrefillError | None:
+    """What a worker refused, for this worker's own client; None where it is the worker that failed."""
+    told = dict(error.trailing_metadata() or ())
+    code, details = error.code(), error.details() or "a prefill worker refused the prompt"
+    passed_on = _PASSED_ON.get(told.get(ERROR_CODE))
+    if passed_on is not None:
+        return ServiceError(passed_on, details)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return BusyError(details, _retry_after(told.get(RETRY_AFTER)))
+    return PromptError(details) if code is grpc.StatusCode.INVALID_ARGUMENT else None
+
+
+def _retry_after(told: str | bytes | None) -> float:
+    try:
+        # In this order a NaN is the lower bound.
+        return min(max(1.0, float(told or 1.0)), _RETRY_SECONDS_MAX)
+    except ValueError:
+        return 1.0

@@ -18,7 +18,7 @@ from prefill.service.driver import Driver
 from prefill.service.errors import Refusal, ServiceError, answer_to, message_of, retry_after_seconds
 from prefill.service.front import Front
 from prefill.service.gate import Gate
-from prefill.service.peers import RETRY_AFTER
+from prefill.service.peers import ERROR_CODE, RETRY_AFTER
 from prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -140,9 +140,10 @@ def _authorization(context: Context) -> str:
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    seconds = retry_after_seconds(error)
-    trailing = () if seconds is None else ((RETRY_AFTER, f"{seconds:g}"),)
+    answer, seconds = answer_to(error), retry_after_seconds(error)
+    told = {ERROR_CODE: answer.code, RETRY_AFTER: None if seconds is None else f"{seconds:g}"}
+    trailing = tuple((name, value) for name, value in told.items() if value is not None)
     message = message_of(error)
     if len(message) > _MESSAGE_CHARACTERS:
         message = f"{message[:_MESSAGE_CHARACTERS]} …"
-    await context.abort(answer_to(error).rpc, message, trailing)
+    await context.abort(answer.rpc, message, trailing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from prefill.request import Sampling
 from prefill.service.errors import Refusal, ServiceError
 
+FIELDS_MAX = 64
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 1024
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
@@ -77,14 +78,15 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
+# Of much that does not fit the errors would be seconds of work, and one of them is told: so lists fail at
+# the first, and objects have few fields.
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]],
+    Field(max_length=STOPS_MAX, fail_fast=True),
     BeforeValidator(_as_list),
-    Field(max_length=STOPS_MAX),
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 _Item = TypeVar("_Item")
-# A long list of what does not fit would be a second of work for its errors, of which one is told.
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
 
 
@@ -96,10 +98,23 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Body(BaseModel):
-    """What completions and chats have in common."""
+class _Object(BaseModel):
+    """A JSON object whose fields are all known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_few_fields(cls, given: object) -> object:
+        if isinstance(given, dict) and len(given) > FIELDS_MAX:
+            raise ValueError(f"at most {FIELDS_MAX} fields")
+        return given
+
+
+class Body(_Object):
+    """What completions and chats have in common."""
+
+    prompt_field: ClassVar[str]
 
     model: str
     stream: bool = False
@@ -143,9 +158,9 @@ class Body(BaseModel):
         return self
 
     @property
-    def answer_tokens(self) -> int | None:
-        """Most tokens to answer, where the request says."""
-        return self.max_tokens
+    def answer_tokens(self) -> tuple[str, int | None]:
+        """The field with the most tokens to answer, and its value where the request says."""
+        return "max_tokens", self.max_tokens
 
     def sampling(self) -> Sampling:
         top_k = max(self.top_k, 0)
@@ -157,6 +172,8 @@ class Body(BaseModel):
 
 class CompletionBody(Body):
     """/v1/completions."""
+
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: str | Listed[TokenId] | Listed[str] | Listed[Listed[TokenId]]
 
@@ -175,22 +192,18 @@ class CompletionBody(Body):
         return prompt[0]
 
 
-class TextPart(BaseModel):
+class TextPart(_Object):
     """A piece of a message."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(_Object):
     """One turn of a conversation."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Listed[TextPart]
+    content: str | Listed[TextPart] = Field(union_mode="left_to_right")
     name: str | None = None
 
     def for_template(self) -> dict[str, str]:
@@ -204,12 +217,16 @@ class Message(BaseModel):
 class ChatBody(Body):
     """/v1/chat/completions."""
 
+    prompt_field: ClassVar[str] = "messages"
+
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @property
-    def answer_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def answer_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().answer_tokens
+        return "max_completion_tokens", self.max_completion_tokens
 
 
 def read_body(kind: type[_Body], body: bytes | bytearray) -> _Body:

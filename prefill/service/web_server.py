@@ -67,7 +67,7 @@ class WebServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, app: ASGIApp) -> None:
-        """Answer from now on."""
+        """Answer from now on. Raises what keeps it from that."""
         config = uvicorn.Config(
             app,
             http="h11",
@@ -87,6 +87,8 @@ class WebServer:
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="prefill-http")
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.005)
+        if self._task.done():
+            self._task.result()
 
     async def stop(self) -> None:
         """Hang up on everybody; a second is what they have."""

@@ -12,6 +12,7 @@ import pytest
 from openai import RateLimitError
 from openai.types import Completion
 
+from kvstore.config import Config
 from prefill.v1 import prefill_pb2
 from tests.support.prefill_workers import (
     Forks,
@@ -24,6 +25,7 @@ from tests.support.prefill_workers import (
     unpack,
     worker,
 )
+from tests.support.proxy import Behaviour, Proxy
 from tests.support.valkey import ValkeyServer, shared_valkey
 
 __all__ = ["shared_valkey"]
@@ -31,6 +33,7 @@ __all__ = ["shared_valkey"]
 pytestmark = pytest.mark.redis
 
 NEW_TOKENS = 24
+PROBE_SECONDS = Config().redis_probe_seconds
 LENGTHS = (5, 34, 48, 97)
 """Shorter than a block, a tail of two, whole blocks, and one token past them."""
 
@@ -43,8 +46,8 @@ def alone(forks: Forks) -> Iterator[PrefillWorker]:
 
 
 @contextmanager
-def prefill_worker(forks: Forks, valkey: ValkeyServer) -> Iterator[PrefillWorker]:
-    settings = {"redis_url": valkey.url, "lease_seconds": "2", "landing_seconds": "20"}
+def prefill_worker(forks: Forks, redis_url: str) -> Iterator[PrefillWorker]:
+    settings = {"redis_url": redis_url, "lease_seconds": "2", "landing_seconds": "20"}
     with worker(forks, role="prefill", **settings) as made:
         yield made
 
@@ -57,15 +60,19 @@ def decode_worker(forks: Forks, valkey: ValkeyServer, *peers: PrefillWorker) -> 
 
 
 @pytest.fixture(scope="module")
-def prefill_side(forks: Forks, shared_valkey: ValkeyServer) -> Iterator[PrefillWorker]:
-    with prefill_worker(forks, shared_valkey) as made:
+def far_side(forks: Forks, shared_valkey: ValkeyServer) -> Iterator[PrefillWorker]:
+    """A prefill worker whose Redis says each thing later than one of role both would wait for."""
+    with (
+        Proxy(shared_valkey.port, Behaviour(delay_seconds=2 * PROBE_SECONDS)) as far,
+        prefill_worker(forks, f"redis://127.0.0.1:{far.port}") as made,
+    ):
         yield made
 
 
 @pytest.fixture(scope="module")
 def mortal(forks: Forks, shared_valkey: ValkeyServer) -> Iterator[PrefillWorker]:
     """A prefill worker to kill; each test that takes it finds it running."""
-    with prefill_worker(forks, shared_valkey) as made:
+    with prefill_worker(forks, shared_valkey.url) as made:
         yield made
 
 
@@ -190,7 +197,7 @@ def test_while_its_blocks_go_to_redis(
     computed = dying.total("prefill_ttft_seconds_count")
     with shared_valkey.frozen(), asked(decode_side, prompt) as answer:
         assert soon(lambda: dying.total("prefill_ttft_seconds_count") > computed)
-        assert dying.held["prefill_served_requests"] == 1, "it waits for Redis to have the blocks"
+        assert dying.held.get("prefill_served_requests") == 1, "it waits for Redis to have the blocks"
         dying.kill()
         assert answer.result(30) == expected(alone, prompt)
     decode_side.assert_quiet()
@@ -200,18 +207,19 @@ def test_while_another_is_there(
     forks: Forks,
     alone: PrefillWorker,
     dying: PrefillWorker,
-    prefill_side: PrefillWorker,
+    far_side: PrefillWorker,
     shared_valkey: ValkeyServer,
 ) -> None:
+    """It hands over when its Redis has the blocks, however that takes its time to say so."""
     prompt = tokens_of(97, seed=5)
-    with decode_worker(forks, shared_valkey, dying, prefill_side) as decode:
+    with decode_worker(forks, shared_valkey, dying, far_side) as decode:
         with dying.frozen(), asked(decode, prompt) as answer:
             dying.kill()
             assert answer.result(30) == expected(alone, prompt)
-        assert prefill_side.total("prefill_requests_total", api="Prefill", outcome="ok") == 1
+        assert far_side.total("prefill_requests_total", api="Prefill", outcome="ok") == 1
         assert decode.total("prefill_tokens_total", source="computed") == 0
         decode.assert_quiet()
-    prefill_side.assert_quiet()
+    far_side.assert_quiet()
 
 
 def test_after_the_handoff(

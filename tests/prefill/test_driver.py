@@ -33,6 +33,7 @@ from prefill.service.rpc import PrefillService, RpcParts
 from prefill.service.rpc_server import RpcServer
 from prefill.service.stream import Stream
 from tests.support.stores import FakeClock
+from tests.support.valkey import ValkeyServer, shared_valkey
 from tests.support.workers import (
     WorkerOptions,
     answer,
@@ -43,6 +44,8 @@ from tests.support.workers import (
     prompt_of,
     request_of,
 )
+
+__all__ = ["shared_valkey"]
 
 LONG = 900
 _T = TypeVar("_T")
@@ -92,6 +95,38 @@ def test_what_comes_of_a_request_that_is_gone_is_not_its_successors(loaded: Load
         told = drive(worker, play)
         assert told == answer(worker.engine, successor).tokens
         assert_quiet(worker)
+
+
+@pytest.mark.redis
+def test_a_handoff_that_nobody_waits_for_is_not_its_successors(
+    loaded: LoadedModel, shared_valkey: ValkeyServer
+) -> None:
+    """Its blocks are still on their way to Redis when another prompt is asked for under the same id."""
+    is_computed = threading.Event()
+
+    def freeze(_report: StepReport) -> None:
+        if not is_computed.is_set():
+            shared_valkey.stop()
+            is_computed.set()
+
+    options = WorkerOptions(redis_url=shared_valkey.url, engine=EngineOptions(step_listeners=(freeze,)))
+    given_up, wanted = (request_of("same", prompt_of(34, seed=seed)) for seed in (2, 3))
+
+    async def play(driver: Driver) -> Handoff | None:
+        stream = await driver.submit_prefill(given_up)
+        try:
+            assert await asyncio.to_thread(is_computed.wait, 30)
+            await driver.ask(lambda: None)  # by then that step is over
+            stream.close()
+            stream = await driver.submit_prefill(wanted)
+        finally:
+            shared_valkey.resume()
+        return (await anext(stream)).handoff
+
+    with make_worker(loaded, options) as worker:
+        handoff = drive(worker, play)
+        assert handoff is not None
+        assert handoff.answers(wanted)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

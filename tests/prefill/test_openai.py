@@ -15,7 +15,10 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import ValidationError
 
+from prefill.service.errors import ServiceError
+from prefill.service.schema import CompletionBody, read_body
 from tests.support.prefill_workers import REPOSITORY, Forks, PrefillWorker, soon, tokens_of, worker
 
 MODEL = "tiny-chat"
@@ -36,7 +39,7 @@ def server(forks: Forks) -> Iterator[PrefillWorker]:
 @pytest.fixture(scope="module")
 def narrow(forks: Forks) -> Iterator[PrefillWorker]:
     """One request runs, one waits, and readers have to keep up with chunks that are not small."""
-    limits = {"running_max": "1", "waiting_max": "1", "stream_tokens": "32", "stall_seconds": "2"}
+    limits = {"running_max": "1", "waiting_max": "1", "stream_tokens": "256", "stall_seconds": "2"}
     with worker(forks, served_model_name=NARROW, **limits) as made:
         yield made
 
@@ -269,8 +272,28 @@ def test_messages_that_do_not_fit(server: PrefillWorker) -> None:
     assert refused([{"role": "user", "content": 5}])["param"] == "messages.0.content"
     image = {"type": "image_url", "image_url": {"url": "http://x"}}
     assert refused([{"role": "user", "content": [image]}])["param"] == "messages.0.content.0.type"
+    assert refused([{"role": "user", "content": "x" * 1025}])["param"] == "messages"
     late = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
     assert "system comes first" in refused(late)["message"]
+
+
+def test_an_answer_that_is_too_long_is_told_of_the_field_that_asked_for_it(server: PrefillWorker) -> None:
+    content = json.dumps({"model": MODEL, "messages": CHAT, "max_completion_tokens": 1025}).encode()
+    error = post(server, content, "chat/completions").json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_completion_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"stop": [1] * 1000}, {f"unknown {number}": 1 for number in range(1000)}],
+    ids=["items", "names"],
+)
+def test_much_that_does_not_fit_makes_few_errors(fields: dict[str, Any]) -> None:
+    """Each would be told apart on the event loop, for seconds where a body is long."""
+    with pytest.raises(ServiceError) as raised:
+        read_body(CompletionBody, body(**fields))
+    assert isinstance(raised.value.__cause__, ValidationError)
+    assert raised.value.__cause__.error_count() == 1
 
 
 def test_paths_and_methods_that_are_not_there(server: PrefillWorker) -> None:

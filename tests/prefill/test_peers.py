@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from kvstore.address import Address
 from prefill.errors import BusyError
 from prefill.handoff import Handoff
 from prefill.request import Request
+from prefill.service.errors import ServiceError, answer_to
 from prefill.service.peers import HandedOver, Peers
 from prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.support.workers import prompt_of
@@ -34,11 +36,11 @@ RIGHT = Handoff(
 
 
 class Answering(prefill_pb2_grpc.PrefillServiceServicer):
-    """Hands over what it was told to, or is busy for as long as it says."""
+    """Hands over what it was told to, or refuses with this metadata."""
 
-    def __init__(self, handoff: bytes | None, retry_after: str = "1") -> None:
+    def __init__(self, handoff: bytes | None, **told: str) -> None:
         self._handoff = handoff
-        self._retry_after = retry_after
+        self._told = tuple((name.replace("_", "-"), value) for name, value in told.items())
         self.asked: list[str] = []
         self.acknowledged: list[str] = []
 
@@ -46,7 +48,7 @@ class Answering(prefill_pb2_grpc.PrefillServiceServicer):
         self.asked.append(request.ask.request_id)
         if self._handoff is None:
             status = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(status, "full", (("retry-after", self._retry_after),))
+            await context.abort(status, "full", self._told)
         return prefill_pb2.PrefillResponse(request_id=request.ask.request_id, handoff=self._handoff)
 
     async def Acknowledge(self, request: Any, _context: Any) -> Any:  # noqa: N802 - the name in the proto
@@ -99,5 +101,16 @@ def test_a_handoff_of_something_else_is_let_go(answer: bytes) -> None:
 )
 def test_how_long_a_busy_worker_is_busy(said: str, seconds: float) -> None:
     with pytest.raises(BusyError, match="full") as raised:
-        asyncio.run(ask(Answering(None, said)))
+        asyncio.run(ask(Answering(None, retry_after=said)))
     assert raised.value.retry_after_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("out_of_memory", 503), ("context_length_exceeded", 400)], ids=["now", "ever"]
+)
+def test_a_lack_of_memory_is_passed_on_as_such(code: str, status: int) -> None:
+    """The client would take a full queue for a matter of rate."""
+    with pytest.raises(ServiceError, match="full") as raised:
+        asyncio.run(ask(Answering(None, error_code=code, retry_after="1")))
+    answer = answer_to(raised.value)
+    assert (answer.http, answer.code) == (HTTPStatus(status), code)

@@ -136,13 +136,15 @@ def test_what_suits_a_role_where_nothing_was_chosen() -> None:
     chosen = load_config(environ={}, overrides={"redis_acquire_seconds": "1s", "redis_queue_bytes": "1MiB"})
     assert config_for_role(chosen, Role.DECODE).redis_acquire_seconds == 1
     short = load_config(environ={}, overrides={"redis_acquire_seconds": "0.2s"})
-    assert config_for_role(short, Role.DECODE).redis_probe_seconds == 0.2
+    for role in (Role.PREFILL, Role.DECODE):
+        assert config_for_role(short, role).redis_probe_seconds == 0.2
     assert config_for_role(chosen, Role.PREFILL).redis_queue_bytes == 2**20
     default = load_config(environ={}, overrides={})
     configs = {role: config_for_role(default, role) for role in Role}
     assert len({config.pool_path for config in configs.values()}) == len(Role)
     assert configs[Role.DECODE].redis_acquire_seconds > configs[Role.BOTH].redis_acquire_seconds
-    assert configs[Role.DECODE].redis_probe_seconds > configs[Role.BOTH].redis_probe_seconds
+    for role in (Role.PREFILL, Role.DECODE):
+        assert configs[role].redis_probe_seconds > configs[Role.BOTH].redis_probe_seconds
     assert configs[Role.PREFILL].redis_queue_bytes > configs[Role.BOTH].redis_queue_bytes
 
 

@@ -44,10 +44,10 @@ def rpc(server: PrefillWorker) -> Iterator[Rpc]:
 
 @pytest.fixture(scope="module")
 def guarded(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefillWorker]:
-    """A prefill worker that wants a key."""
+    """A prefill worker that wants a key, and whose Redis is not there."""
     file = tmp_path_factory.mktemp("keys") / "key"
     file.write_text(f"{KEY}\n")
-    with worker(forks, role="prefill", api_key_file=str(file)) as made:
+    with worker(forks, role="prefill", api_key_file=str(file), redis_url="redis://127.0.0.1:1") as made:
         yield made
 
 
@@ -166,6 +166,12 @@ def test_health_and_reflection(rpc: Rpc) -> None:
     reflected = ProtoReflectionDescriptorDatabase(rpc.channel)
     found = DescriptorPool(reflected).FindServiceByName("prefill.v1.PrefillService")
     assert [method.name for method in found.methods] == ["Generate", "Prefill", "Resume", "Acknowledge"]
+
+
+def test_a_redis_that_is_not_there_is_known_before_somebody_asks(guarded: PrefillWorker) -> None:
+    assert guarded.total("prefill_requests_total") == 0
+    assert guarded.total("kvstore_tier_healthy", tier="redis") == 0
+    assert "redis 127.0.0.1:1 is given up" in guarded.log
 
 
 def test_a_key_and_a_role(guarded: PrefillWorker) -> None:

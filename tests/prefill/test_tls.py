@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ import grpc
 import httpx2
 import pytest
 from openai import OpenAI
+from starlette.applications import Starlette
 
-from kvstore.address import parse_address
+from kvstore.address import Address, parse_address
 from kvstore.errors import ConfigError
 from prefill.config import load_serve_config
 from prefill.request import Request
 from prefill.service.access import read_access
 from prefill.service.peers import HandedOver, Peers
+from prefill.service.web_server import WebServer, WebTLS
 from prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.support.authority import Authority
 from tests.support.prefill_workers import Forks, PrefillWorker, ask_of, tokens_of, unpack, worker
@@ -133,23 +137,40 @@ def test_a_prefill_worker_that_nobody_vouches_for_gets_no_prompt(site: Site, str
 def test_files_that_are_not_what_they_should_be(authority: Authority, tmp_path: Path) -> None:
     broken = tmp_path / "broken.pem"
     broken.write_text("no certificate")
+    foreign = tmp_path / "key"
+    foreign.write_text("Schlüssel\n", encoding="utf-8")
     cert, key = map(str, authority.issue("other", "IP:127.0.0.1"))
+    locked = tmp_path / "locked.key"
+    subprocess.run(
+        ["openssl", "pkcs8", "-topk8", "-in", key, "-passout", "pass:secret", "-out", locked], check=True
+    )
     peers = {"role": "decode", "prefill_at": ":1"}
     for flags, says in (
         (
             {"tls_cert": cert, "tls_key": str(broken)},
             f"tls_cert {cert} and tls_key {broken} are no certificate",
         ),
+        ({"tls_cert": cert, "tls_key": str(locked)}, "in PEM, without a password"),
         (
             {"tls_cert": cert, "tls_key": key, "tls_client_ca": str(broken)},
             f"tls_client_ca {broken} holds no",
         ),
         ({"prefill_tls_ca": str(broken), **peers}, f"prefill_tls_ca {broken} holds no certificate in PEM"),
         ({"prefill_tls_ca": "/nowhere", **peers}, "cannot read the TLS file /nowhere"),
+        ({"api_key_file": str(foreign)}, f"api_key_file {foreign} holds more than printable ASCII"),
     ):
         with pytest.raises(ConfigError) as raised:
             read_access(load_serve_config(flags, {}))
         assert says in str(raised.value)
+
+
+def test_a_server_that_does_not_start_says_so(authority: Authority, tmp_path: Path) -> None:
+    """Such as when a file has gone since it was looked at."""
+    cert, key = authority.issue("gone", "IP:127.0.0.1")
+    address = Address(host="127.0.0.1", port=0)
+    tls = WebTLS(cert, key, tmp_path / "gone.pem")
+    with closing(WebServer(address, 30.0, tls)) as server, pytest.raises(FileNotFoundError):
+        asyncio.run(server.start(Starlette()))
 
 
 def test_what_others_can_read_on_the_way_is_warned_of(
