@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +223,9 @@ def over_the_bus(bench: Bench, moved: Moved) -> None:
         in_groups = bench.seconds(
             lambda: moves.wait(moves.load(slots, moved.block_ids, groups=GROUPS)[-1][1])
         )
-        behind_compute(bench, moved, lambda: moves.load(slots, moved.block_ids, groups=GROUPS), in_groups)
+        behind_compute(
+            bench, moved, lambda: moves.load_in_turn(slots, moved.block_ids, groups=GROUPS), in_groups
+        )
         # Last: these overwrite the pool.
         plain_down = bench.seconds(lambda: host.copy_(flat, non_blocking=True))
         plain_up = bench.seconds(lambda: flat.copy_(host, non_blocking=True))
@@ -241,7 +243,7 @@ def over_the_bus(bench: Bench, moved: Moved) -> None:
 
 
 def behind_compute(
-    bench: Bench, moved: Moved, load: Callable[[], list[tuple[int, Fence]]], copy_seconds: float
+    bench: Bench, moved: Moved, load: Callable[[], Iterator[tuple[int, Fence]]], copy_seconds: float
 ) -> None:
     """Layers that take about as long as their copies, each begun when its group is there."""
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32

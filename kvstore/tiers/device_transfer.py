@@ -76,16 +76,24 @@ class Transfers:
         self, host_slots: Integers, block_ids: Integers, *, groups: int = 1, after: Fence = None
     ) -> list[tuple[int, Fence]]:
         """Begin to copy host slots into blocks: (first layer that is not there yet, fence) a group."""
+        return list(self.load_in_turn(host_slots, block_ids, groups=groups, after=after))
+
+    def load_in_turn(
+        self, host_slots: Integers, block_ids: Integers, *, groups: int, after: Fence = None
+    ) -> Iterator[tuple[int, Fence]]:
+        """As ``load``, but a group's copies are submitted only when it is taken from the iterator.
+
+        So whoever submits a group's layers before taking the next one has the device compute while the
+        host submits copies.
+        """
         self._mover.follow(after)
-        fences = []
         for layers in self._paged.groups(groups):
             start, stop = self._span(layers)
             for part in self._pieces(len(block_ids)):
                 staged = self._staged(part)
                 self._mover.copy_rows(rows_between(staged + start, host_slots[part] + start, stop - start))
                 self._mover.scatter(layers, block_ids[part], staged)
-            fences.append((layers[1], self._mover.fence()))
-        return fences
+            yield layers[1], self._mover.fence()
 
     def save(self, block_ids: Integers, host_slots: Integers, *, after: Fence = None) -> Fence:
         """Begin to copy blocks, as they are after a fence of the engine's, into host slots."""

@@ -33,6 +33,8 @@ PARTS = {
     "fresh": [(0, 40), (0, 1), (0, 300)],
     "decode": [(300, 1), (5, 1), (255, 1), (512, 1)],
     "mixed": [(0, 70), (513, 30), (255, 1), (256, 200), (100, 3)],
+    # One mask for both, 536 wide: the second span's part of it begins at no multiple of 16 bytes.
+    "uneven": [(488, 24), (100, 5)],
 }
 
 

@@ -50,10 +50,11 @@ def test_what_is_saved_in_one_cache_is_loaded_in_another(
         assert host[place * PITCH : place * PITCH + PAYLOAD].tobytes() == payload(ours, block)
         assert not host[place * PITCH + PAYLOAD : (place + 1) * PITCH].any()
     up = Transfers(theirs, TorchMover(theirs, staging_bytes=staged * PAYLOAD))
-    ends = []
-    for layer, fence in up.load(slots, blocks, groups=groups):
+    ends, before = [], [rows.clone() for rows in theirs.rows]
+    for layer, fence in up.load_in_turn(slots, blocks, groups=groups):
         up.wait(fence)
         ends.append(layer)
+        assert all(map(torch.equal, theirs.rows[layer:], before[layer:])), "a group came before its turn"
     assert ends == sorted(set(ends)), "each group has a layer of its own"
     assert ends[-1] == len(WIDTHS)
     assert all(payload(theirs, block) == payload(ours, block) for block in order[:7])

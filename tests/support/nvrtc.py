@@ -20,7 +20,9 @@ class Compiled:
 
 def compile_for(source: str, architecture: str) -> Compiled:
     """Compile CUDA source as the product does, to the PTX of an architecture such as ``sm_90``."""
-    nvrtc = ctypes.CDLL(str(_library()))
+    # Where NVRTC does not look beside itself for its builtins, it takes those that are loaded already.
+    ctypes.CDLL(str(_library("libnvrtc-builtins.so")))
+    nvrtc = ctypes.CDLL(str(_library("libnvrtc.so")))
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
     assert status == 0, f"nvrtcCreateProgram gave {status}"
@@ -40,7 +42,7 @@ def _text(size_of: Callable[..., int], text_of: Callable[..., int], program: cty
     return buffer.value.decode()
 
 
-def _library() -> Path:
+def _library(name: str) -> Path:
     files = metadata.files("nvidia-cuda-nvrtc") or []
-    found = [file for file in files if file.name.startswith("libnvrtc.so")]
+    found = [file for file in files if file.name.startswith(name)]
     return Path(str(found[0].locate()))
