@@ -22,7 +22,7 @@ WINDOW_SECONDS = 60.0
 
 _KINDS_MAX = 1024
 _HIDDEN = re.compile(
-    r"""(?:0x)?[0-9a-fA-F]{32,}  # a root or a hash as text
+    r"""(?<!cmpl-)(?:0x)?[0-9a-fA-F]{32,}  # a root or a hash as text, but not the id of a completion
     | \bb'(?:[^'\\]|\\.){16,}' | \bb"(?:[^"\\]|\\.){16,}"  # as Python shows bytes""",
     re.VERBOSE,
 )
@@ -44,6 +44,7 @@ def logging_to(path: Path | None, *, level: str, as_json: bool) -> Iterator[None
     handler = _handler(path)
     handler.setFormatter(_JSONFormatter() if as_json else _HumanFormatter(_HUMAN))
     throttle = Throttle()
+    handler.addFilter(_is_news)
     handler.addFilter(throttle)
     root = logging.getLogger()
     before = root.level
@@ -60,6 +61,11 @@ def logging_to(path: Path | None, *, level: str, as_json: bool) -> Iterator[None
         root.setLevel(before)
         with suppress(OSError):  # of a full disk, which has been told of
             handler.close()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what gRPC says, as an error with a traceback, of each caller that has given up."""
+    return not (record.name.startswith("grpc.") and "ExecuteBatchError" in record.getMessage())
 
 
 class Throttle(logging.Filter):

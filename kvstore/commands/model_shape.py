@@ -48,7 +48,8 @@ def find_config(model: str, environ: Mapping[str, str]) -> Path:
         return snapshot
     raise ConfigError(
         f"--model is {model!r}, which is no folder with a config.json, and {hub} has no such model; download "
-        f"it first, or give {SHAPE_FLAGS}"
+        f"it first, or say what a token takes: {SHAPE_FLAGS} of `kvstore size`, --bytes-per-token of "
+        "`kvstore simulate`"
     )
 
 

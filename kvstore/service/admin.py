@@ -107,6 +107,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             require_text("name", request.name)
             shards = shards_of(known, request.prompt)
             chain = await hashed(request.prompt, known, shards)
+            self._gate.check(context)  # a pin of a tenant that went meanwhile could be ended by nobody
             try:
                 name = _pin_name(caller, request.name)
                 blocks = self._store.pin(name, chain, shards)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 
 from kvstore.address import Address
 from kvstore.errors import ConfigError
+
+_Found: TypeAlias = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def require_free_port(address: Address) -> None:
@@ -18,17 +23,31 @@ def require_free_port(address: Address) -> None:
         found = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, kind, protocol, _, place = found[0]
+        missing = [error for error in map(_missing, found) if error is not None]
+        # A name such as localhost may stand for ::1, too, on a machine without IPv6.
+        if len(missing) == len(found):
+            raise missing[0]
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address}: {error.strerror or error}; stop what uses it, or choose another "
+            "in listen"
+        ) from error
+
+
+def _missing(found: _Found) -> OSError | None:
+    """Why this machine has no such place; None where it can be listened on. OSError where it is taken."""
+    family, kind, protocol, _, place = found
+    try:
         with socket.socket(family, kind, protocol) as probe:
             # As gRPC does: connections of a server that has just ended are nobody's.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(place)
             probe.listen(1)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {address}: {error.strerror or error}; stop what uses it, or choose another "
-            "in listen"
-        ) from error
+        if error.errno not in _NOT_HERE:
+            raise
+        return error
+    return None
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
@@ -38,7 +57,8 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
     # gRPC finds out when it listens, and then says nothing of the files.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(cert, key)
+        # Without an answer OpenSSL asks for a password on the terminal, or fails where there is none.
+        context.load_cert_chain(cert, key, password=lambda: "")
     except ssl.SSLError as error:
         raise ConfigError(
             f"tls_cert {cert} and tls_key {key} are no certificate with its private key, in PEM, without a "

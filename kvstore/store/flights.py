@@ -276,7 +276,7 @@ class Flights:
         return [slots for flight in flights.values() for slots in flight.held]
 
     def _report_corrupt(self, flight: Flight, rows: BlockRows, outcome: LoadResult) -> None:
-        """The redis tier deletes what fails its checksum; that block is gone for everybody."""
+        """Redis has deleted what failed its checksum; a sidecar keeps it, and each find counts again."""
         corrupt = [at for at, cause in enumerate(outcome.causes) if cause is MissCause.CORRUPT]
         if corrupt:
             hashes = rows.pick(np.array(corrupt, dtype=np.int64)).hashes

@@ -183,6 +183,8 @@ class PoolView:
         """
         left = _MOST_POPULATED_BYTES
         for extent in range(self._geometry.extents):
+            if not left:
+                return
             start, stop = self._written(extent)
             stop = min(stop, start + left)
             left -= stop - start

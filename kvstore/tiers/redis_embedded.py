@@ -92,7 +92,14 @@ class EmbeddedRedis:
                 "maxmemory-policy": "allkeys-lru",
                 **(settings or {}),
             }
-            process = _launch(binary, options, place)
+            try:
+                process = _launch(binary, options, place)
+            except OSError as error:
+                if directory is None:
+                    shutil.rmtree(place, ignore_errors=True)
+                raise TierError(
+                    f"cannot start {binary} with its log in {place}: {error}; see to memory and room on disk"
+                ) from error
             server = cls(process, chosen, password, place, owns_directory=directory is None)
             if _comes_up(server, password):
                 return server

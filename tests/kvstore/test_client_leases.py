@@ -120,6 +120,24 @@ def test_a_lease_without_a_holder_is_given_back(kind: Kind) -> None:
         assert held.valid() == 0
 
 
+def test_what_could_not_be_released_is_released_later() -> None:
+    """Also behind leases of a server that is gone, which nobody can release."""
+    options = ClientOptions(reconnect_seconds=0.05, map_pool=False)
+    with sidecar(lease_seconds=4) as server, Client(server.address, options=options) as client:
+        namespace = client.namespace(SPEC)
+        put(namespace, CHAIN)
+        gone = [namespace.acquire(CHAIN) for _ in range(12)]
+        server.kill()
+        gone.clear()
+        server.restart()
+        eventually(lambda: namespace.acquire(CHAIN).blocks == len(CHAIN))
+        lease = namespace.acquire(CHAIN)
+        with client.until(time.monotonic() - 1):
+            lease.release()
+        assert leases(server) > 0
+        eventually(lambda: leases(server) == 0, seconds=3)
+
+
 @by_kind
 def test_limits_are_refusals_and_not_outages(kind: Kind) -> None:
     with (

@@ -86,10 +86,12 @@ class TestFormats:
             log.info("root %s, upper %s, with 0x%s", ROOT, ROOT.upper(), ROOT)
             log.error(f"namespace {ROOT}")
             log.info("epoch %d, pool %s", 2**63, "/dev/shm/pool")
+            log.info("request chatcmpl-%s ended", "0" * 32)
         text = path.read_text()
         assert ROOT not in text.lower()
         assert text.count("(hidden)") == 4
         assert str(2**63) in text, "numbers are no names"
+        assert f"chatcmpl-{'0' * 32} ended" in text, "clients complain by these"
 
     def test_bytes_as_python_shows_them_are_hidden_too(self, tmp_path: Path) -> None:
         """A KeyError of a block's name has no other text."""
@@ -109,6 +111,16 @@ class TestFormats:
         with logging_to(tmp_path / "log", level="error", as_json=False):
             assert root.level == logging.ERROR
         assert (root.level, list(root.handlers)) == before
+
+    def test_a_caller_that_gave_up_is_no_error_of_the_servers(self, tmp_path: Path) -> None:
+        path, of_grpc = tmp_path / "log", logging.getLogger("grpc._cython.cygrpc")
+        with logging_to(path, level="info", as_json=False):
+            of_grpc.error(
+                "ExecuteBatchError raised in core by servicer method [/kvstore.v1.BlockService/Acquire]"
+            )
+            of_grpc.error("something else")
+        (line,) = said(path)
+        assert line.endswith("something else")
 
 
 class TestRepeats:

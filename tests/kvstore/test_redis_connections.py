@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -287,6 +288,16 @@ def test_embedded_server_with_a_setting_that_is_none_says_so_at_once() -> None:
     with pytest.raises(TierError, match=r"did not answer .*\(ended\); check its settings, .*no-such-setting"):
         EmbeddedRedis.start(settings={"no-such-setting": "1"})
     assert time.monotonic() - began < 5
+
+
+def test_embedded_server_that_cannot_be_started_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TierError, match=r"cannot start .* No such file"):
+        EmbeddedRedis.start()
+    assert not list(tmp_path.iterdir())
 
 
 def test_embedded_server_on_a_port_that_is_taken_says_why() -> None:

@@ -61,7 +61,7 @@ def test_killed_it_comes_back_empty_after_longer_and_longer_pauses(
 
 
 def test_a_port_that_was_taken_meanwhile_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    with KeptRedis.start(first_pause_seconds=0.2) as kept:
+    with KeptRedis.start(first_pause_seconds=0.3) as kept:
         looking = Looking(kept.url)
         host, _, port = kept.url.removeprefix("redis://").removesuffix("/0").partition(":")
         looking.kill()

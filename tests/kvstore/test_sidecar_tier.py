@@ -30,7 +30,7 @@ __all__ = ["shared_valkey"]
 
 SPEC = make_spec()
 ROWS = make_chain(SPEC, "abcd").rows(WHOLE)
-SLACK_SECONDS = 0.25
+SLACK_SECONDS = 2.0
 UNAVAILABLE = TierMatch(0, MissCause.UNAVAILABLE)
 
 both_ways = pytest.mark.parametrize("kind", [MAPPED, STREAMED], ids=str)
@@ -38,9 +38,14 @@ both_ways = pytest.mark.parametrize("kind", [MAPPED, STREAMED], ids=str)
 
 @contextmanager
 def tier_of(
-    address: str, *, kind: Kind = MAPPED, token: str | None = None, spec: NamespaceSpec = SPEC
+    address: str,
+    *,
+    kind: Kind = MAPPED,
+    token: str | None = None,
+    spec: NamespaceSpec = SPEC,
+    reconnect_seconds: float = 0.1,
 ) -> Iterator[Case]:
-    options = ClientOptions(rpc_seconds=5.0, reconnect_seconds=0.1, map_pool=kind.mapped)
+    options = ClientOptions(rpc_seconds=5.0, reconnect_seconds=reconnect_seconds, map_pool=kind.mapped)
     tier = SidecarTier(Client(address, token=token, options=options), [spec], time.monotonic)
     try:
         yield Case(tier, lambda rows, block: None)
@@ -67,6 +72,10 @@ def server() -> Iterator[Sidecar]:
 @pytest.fixture
 def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
     return make_spec(request.node.name)
+
+
+def in_a_moment() -> float:
+    return time.monotonic() + 0.1
 
 
 def rows_of(spec: NamespaceSpec, letters: str) -> BlockRows:
@@ -97,7 +106,7 @@ def test_it_is_away_from_the_start_and_comes(
             assert case.tier.match(rows, began + 5) == UNAVAILABLE
             assert causes_of(case, rows) == {MissCause.UNAVAILABLE}
             assert set(case.save(rows)) == {SaveOutcome.UNAVAILABLE}
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < SLACK_SECONDS
         assert len(caplog.records) == 1
         assert server.address in case.tier.status().reason
         server.restart()
@@ -127,14 +136,14 @@ def test_the_deadline_holds_where_it_does_not_answer(
 ) -> None:
     rows = rows_of(spec, "abcd")
     payloads = [payload_of(rows, block) for block in range(4)]
-    with tier_of(server.address, kind=kind, spec=spec) as case:
+    with tier_of(server.address, kind=kind, spec=spec, reconnect_seconds=0.4) as case:
         assert case.save(rows) == [SaveOutcome.STORED] * 4
         with stopped(server):
             destinations = [payload.copy() for payload in payloads]
             began = time.monotonic()
-            assert case.tier.match(rows, began + 0.1) == TierMatch(0, MissCause.TIMEOUT)
-            assert set(case.tier.load(rows, destinations, began + 0.2).causes) == {MissCause.TIMEOUT}
-            assert set(case.tier.save(rows, payloads, [0] * 4, began + 0.3)) == {SaveOutcome.TIMEOUT}
+            assert case.tier.match(rows, in_a_moment()) == TierMatch(0, MissCause.TIMEOUT)
+            assert set(case.tier.load(rows, destinations, in_a_moment()).causes) == {MissCause.TIMEOUT}
+            assert set(case.tier.save(rows, payloads, [0] * 4, in_a_moment())) == {SaveOutcome.TIMEOUT}
             assert time.monotonic() - began < 0.3 + SLACK_SECONDS
             assert not case.tier.status().healthy, "given up after three calls, which then take no time"
             assert case.tier.match(rows, time.monotonic() + 5) == UNAVAILABLE

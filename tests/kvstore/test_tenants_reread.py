@@ -10,8 +10,10 @@ from typing import NamedTuple
 import grpc
 import pytest
 
+from kvstore.service.client import Client
 from kvstore.v1 import admin_pb2
 from tests.support.sidecars import Sidecar, sidecar
+from tests.support.stores import make_spec
 from tests.support.stubs import YOURS, Credentials, dialled, refused, spec, tokens_of
 from tests.support.tenants import Entry, write_tenants
 from tests.support.valkey import eventually
@@ -124,6 +126,42 @@ def test_who_is_gone_keeps_nothing_and_finds_its_blocks_when_it_is_back(reread: 
         with refused(NOT_FOUND, "register it first"):
             peer.matched(PROMPT)
         assert peer.again().answer.namespace != peer.answer.namespace
+
+
+def test_a_client_learns_that_it_may_map_the_pool_and_that_it_may_no_more(reread: Reread) -> None:
+    prompt = PROMPT.tolist()
+    with Client(reread.server.address, token=SEARCH.token) as client:
+        first = client.namespace(make_spec("first", payload_bytes=1024))
+        for number, fields in enumerate(["", "maps_pool = true\n", ""]):
+            reread(SEARCH._replace(fields=fields), OPS)
+            for namespace in (client.namespace(make_spec(f"{number}", payload_bytes=1024)), first):
+                with namespace.write(prompt) as staged:
+                    for payload in staged.payloads:
+                        payload[:] = number
+                with namespace.acquire(prompt) as lease:
+                    assert len(lease.views()) == len(prompt) // namespace.spec.block_size
+                assert namespace.mapped == bool(fields)
+        assert not client.failures
+
+
+def test_a_client_that_is_taken_for_one_that_streams_registers_again(reread: Reread) -> None:
+    """As between the registration of one of its threads and the next call of another."""
+    maps = SEARCH._replace(fields="maps_pool = true\n")
+    reread(maps, OPS)
+    prompt = PROMPT.tolist()
+    with (
+        Client(reread.server.address, token=maps.token) as client,
+        dialled(reread.server.address, Credentials(maps.token)) as raw,
+    ):
+        namespace = client.namespace(make_spec("taken", payload_bytes=1024))
+        with namespace.write(prompt) as staged:
+            staged.copy_in([bytes(1024)] * len(staged.payloads))
+        with namespace.acquire(prompt) as lease:
+            ticket = lease.ticket()
+        assert ticket is not None
+        raw.register(spec("taken"), client=ticket.number)
+        with namespace.acquire(prompt) as lease:
+            assert len(lease.views()) == len(prompt) // namespace.spec.block_size
 
 
 def test_whoever_watches_events_learns_no_more_of_them(reread: Reread) -> None:

@@ -188,7 +188,7 @@ class Lease:
         except StaleError:
             self._core.sessions.end(held.session)
         except CallError:
-            return  # counted; the lease runs out at the server
+            return  # counted, and tried once more with the next renewal
 
     def _compared(self, held: Held, borrowed: range) -> int:
         """Leading blocks whose payload was compared here, or had been before: the server takes it from here.

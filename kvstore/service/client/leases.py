@@ -98,11 +98,15 @@ class Leases:
             return [kept for kept in self._kept.values() if kept.live]
 
     def release(self, kept: Kept, use: Use, seconds: float) -> Steps[None]:
-        """End a lease. Raises StaleError and CallError; the lease then runs out by itself."""
+        """End a lease. Raises StaleError, and CallError: it is then tried again with the forgotten ones."""
         with self._lock:
             first, kept.released = kept.live, True
         if first:
-            yield from _release(kept.session, kept.lease_id, use, seconds)
+            try:
+                yield from _release(kept.session, kept.lease_id, use, seconds)
+            except CallError:
+                self._forgotten.append(_Forgotten(kept.session, kept.lease_id, use))
+                raise
 
     def release_forgotten(self, seconds: float) -> Steps[None]:
         """End the leases that nobody can release any more, as long as the server answers."""
@@ -111,9 +115,13 @@ class Leases:
                 lease = self._forgotten.popleft()
             except IndexError:  # another thread had it
                 return
+            if not lease.session.current:
+                continue  # it ended with its server
             try:
                 yield from _release(lease.session, lease.lease_id, lease.use, seconds)
-            except (StaleError, CallError):
+            except StaleError:
+                continue
+            except CallError:
                 return  # they run out by themselves
 
     def renew(self, end: Callable[[Session], None], seconds: float) -> Steps[None]:

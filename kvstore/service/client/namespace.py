@@ -268,6 +268,10 @@ class Namespace:
         blocks, cause = promise.blocks, promise.cause
         if not session.mapped or not blocks:
             return blocks, cause
+        if len(promise.places) < len(self.shards):
+            raise StaleError(
+                NamespaceError("the server takes this client for one that streams; acquire again")
+            )
         for shard, places in promise.places.items():
             found, ended = session.verify(
                 chain.rows(shard, first_block, first_block + promise.blocks), places

@@ -198,7 +198,8 @@ class Sessions:
             if known is None:
                 self._session = self._open(answer)
                 return self._session
-            if known.epoch == answer.epoch:
+            # Whether a tenant may map the pool can change while the server runs.
+            if known.epoch == answer.epoch and known.mapped == bool(answer.pool_path):
                 return known
         self.end(known)
         return None

@@ -187,9 +187,7 @@ class SidecarTier:
             count = lease.copy_out(destinations[:fitting], rows.shard)
             sums = _intact(destinations[:count], stored)
         finally:
-            # Where there is no time left, the client's own thread does it, once nobody has the lease.
-            if self._clock() < deadline:
-                lease.release(len(sums))
+            lease.release(len(sums))  # where there is no time left, the client's own thread does it
         if len(sums) < count:
             return sums, MissCause.CORRUPT
         return sums, MissCause.COLLISION if count == fitting else self._cause(lease, deadline)
