@@ -38,9 +38,16 @@ def server(forks: Forks) -> Iterator[PrefillWorker]:
 
 @pytest.fixture(scope="module")
 def narrow(forks: Forks) -> Iterator[PrefillWorker]:
-    """One request runs, one waits, and readers have to keep up with chunks that are not small."""
-    limits = {"running_max": "1", "waiting_max": "1", "stream_tokens": "256", "stall_seconds": "2"}
+    """One request runs, and one waits."""
+    limits = {"running_max": "1", "waiting_max": "1"}
     with worker(forks, served_model_name=NARROW, **limits) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(forks: Forks) -> Iterator[PrefillWorker]:
+    """Readers have to keep up."""
+    with worker(forks, served_model_name=NARROW, stream_tokens="32", stall_seconds="2") as made:
         yield made
 
 
@@ -347,19 +354,19 @@ def test_bodies_that_are_being_read_do_not_fill_the_memory(server: PrefillWorker
     assert post(server, body()).status_code == 200
 
 
-def test_a_reader_that_stops_reading_is_cut_off(narrow: PrefillWorker) -> None:
-    host, port = narrow.http.removeprefix("http://").split(":")
+def test_a_reader_that_stops_reading_is_cut_off(impatient: PrefillWorker) -> None:
+    host, port = impatient.http.removeprefix("http://").split(":")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
         content = body(model=NARROW, prompt=tokens_of(20), max_tokens=1000, ignore_eos=True, stream=True)
         connection.sendall(http_request(content))
         # Its buffer here is full, or the kernel has given up on it: whichever comes first.
-        assert soon(lambda: narrow.total("prefill_requests_total") == 1, 20.0)
-        narrow.assert_quiet()
-        with narrow.openai() as client:
+        assert soon(lambda: impatient.total("prefill_requests_total") == 1, 20.0)
+        impatient.assert_quiet()
+        with impatient.openai() as client:
             assert complete(client, model=NARROW).choices[0].finish_reason == "length"
-    assert narrow.total("prefill_output_tokens_total") < 1000
+    assert impatient.total("prefill_output_tokens_total") < 1000
 
 
 def test_more_requests_than_may_wait(narrow: PrefillWorker) -> None:
