@@ -8,7 +8,7 @@ serves them to a new server of vLLM, and to one that started anew, as after an u
 Goals: of a server that started anew, ours is no slower than vLLM's own cache once that is warm, by more
 than 60 ms or 15 %; and the throughput of the whole run at least that of vLLM without a cache. The medians
 are of all prompts, most of which find their prefix in vLLM's own cache; the first prompt of a prefix is
-where a store decides, and its time is given by itself. Six servers start one after the other: about six
+where a store decides, and its time is given by itself. Six servers start one after the other: four
 minutes on two cores. Needs vLLM (docs/vllm.md); ``vllm bench`` needs nothing more.
 """
 
