@@ -115,6 +115,18 @@ OptionalRate = Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_
 KeyPrefix = Annotated[str, _matching(r"[^{}\s]+", "one or more characters without braces or spaces")]
 
 
+def require_whole_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    """ValueError where one of a pair of files for TLS is missing, or the pair beside an authority."""
+    if (cert is None) != (key is None):
+        given, missing = ("tls_key", "tls_cert") if cert is None else ("tls_cert", "tls_key")
+        raise ValueError(f"{given} is set without {missing}: TLS needs both, set {missing} too")
+    if client_ca is not None and cert is None:
+        raise ValueError(
+            "tls_client_ca is set without tls_cert and tls_key: clients can prove who they are by "
+            "certificate only to a server that has one, set both too"
+        )
+
+
 class Config(BaseModel):
     """All settings, immutable. A size is in bytes, a duration in seconds, whatever unit it was given in.
 
@@ -279,14 +291,7 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{given} is set without {missing}: TLS needs both, set {missing} too")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError(
-                "tls_client_ca is set without tls_cert and tls_key: clients can prove who they are by "
-                "certificate only to a server that has one, set both too"
-            )
+        require_whole_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
         lacking = [name for name in ("tenants_file", "tls_cert") if getattr(self, name) is None]
         for address in self.listen:
             if lacking and not address.is_of_this_machine:

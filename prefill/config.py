@@ -26,7 +26,7 @@ from kvstore.address import (
     parse_addresses,
     parse_tcp_address,
 )
-from kvstore.config import Config
+from kvstore.config import Config, require_whole_tls
 from kvstore.errors import ConfigError
 from kvstore.quantity import Seconds
 from kvstore.settings import LoadedConfig, Source, suggestion
@@ -210,14 +210,7 @@ class ServeConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            given, missing = ("tls_key", "tls_cert") if self.tls_cert is None else ("tls_cert", "tls_key")
-            raise ValueError(f"{given} is set without {missing}: TLS needs both, set {missing} too")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError(
-                "tls_client_ca is set without tls_cert and tls_key: clients can prove who they are by "
-                "certificate only to a server that has one, set both too"
-            )
+        require_whole_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.prefill_tls_ca is not None and not self.prefill_at:
             raise ValueError(
                 "prefill_tls_ca is set without prefill_at: name the workers that it is for, or leave it out"
